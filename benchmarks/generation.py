@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.harness import in_turns
 from benchmarks.training.workloads import ModelSpec
 
 Completions = list[tuple[int, ...]]
@@ -34,12 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     contenders = make_contenders(options)
     require_equal({name: run() for name, run in contenders.items() if name != "base"})
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(options.repeats):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
+    times = in_turns(contenders, options.repeats, time.perf_counter, num_warm=0)
     num_tokens = options.tasks * options.prompts * options.new_tokens
     print(f"{options.tasks} tasks, {options.prompts} prompts each, {options.new_tokens} new tokens a prompt")
     print(f"{'':<14} {'median s':>9} {'best s':>7} {'tokens/s':>9} {'task by task / this':>20}")

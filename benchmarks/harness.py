@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.paths import ROOT
 
+T = TypeVar("T")
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
 """Seconds that pass, or those of the processor, which other programs on the machine change least; for one thread."""
@@ -32,15 +33,19 @@ def in_turns(
         num_warm: rounds before them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
     for turn in range(-num_warm, rounds):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
+        for name in rotated(list(runs), turn):
             start_s = clock()
             runs[name]()
             if turn >= 0:
                 seconds[name].append(clock() - start_s)
     return seconds
+
+
+def rotated(names: Sequence[T], turn: int) -> list[T]:
+    """Return what runs in a round, in its order: each round begins with another one."""
+    first = turn % max(len(names), 1)
+    return [*names[first:], *names[:first]]
 
 
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,10 @@ def host_kind() -> str:
     return f"{slug}-{num_cores()}-cores"
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what was measured."""
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the versions of what was measured, and of further packages."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

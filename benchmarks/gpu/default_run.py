@@ -163,7 +163,8 @@ def _num_tokens(workload: Any) -> list[int]:
 def _measured(
     settings: Settings, backbones: Backbones, shape: Backbone, workload: Any, *, use_liger: bool | str
 ) -> dict[str, Any]:
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+    from benchmarks.training.mux import quiet_arguments
+    from peft_mux import MultiTaskTrainer
     from peft_mux.modeling.adapters.injection import detach
 
     tasks = workload.to_tasks()
@@ -171,15 +172,13 @@ def _measured(
     is_cuda, backbone = settings.device.type == "cuda", backbones.of(shape)
     recorder = StepWatch(settings.device, NUM_STEPS, NUM_TRACED)
     with tempfile.TemporaryDirectory() as folder, stand_ins(settings), counted_paths() as calls:
-        args = MultiTaskTrainingArguments(
-            output_dir=folder,
+        args = quiet_arguments(
+            folder,
             use_cpu=not is_cuda,
             bf16=not settings.is_rehearsal,
             use_liger_kernel=use_liger,
             lr_scheduler_type="constant",
-            save_strategy="no",
-            disable_tqdm=True,
-            report_to="none",
+            logging_strategy="steps",
         )
         trainer = recorder.trainer = MultiTaskTrainer(backbone, args, tasks, callbacks=[recorder])
         plan = trainer.plan()

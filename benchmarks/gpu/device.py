@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import platform
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from benchmarks import stored
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.settings import Settings
 from benchmarks.kernels.timing import copy_rate, interleaved_us
@@ -27,12 +26,7 @@ def device_part(settings: Settings) -> Iterator[Row]:
 
 def versions(device: torch.device) -> dict[str, Any]:
     """Return what the machine and its software are."""
-    from importlib import metadata
-
-    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "transformers", "peft", "accelerate", "trl", "liger-kernel", "numpy"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    found: dict[str, Any] = {"cuda": torch.version.cuda, **stored.versions(("triton", "trl", "liger-kernel", "numpy"))}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {

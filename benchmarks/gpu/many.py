@@ -37,7 +37,7 @@ from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import llama
 from benchmarks.gpu.device import versions
 from benchmarks.gpu.profiler import TRACES_VARIABLE, StepWatch
-from benchmarks.gpu.report import Deadline, Part, Report, Row
+from benchmarks.gpu.report import Deadline, Part, Report, Row, add_options
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
 from benchmarks.gpu.train import loss_difference
@@ -92,22 +92,21 @@ def _train(
     name: str, num_processes: int, folder: Path, shape: Backbone, *, is_rehearsal: bool, is_timed: bool, **more: Any
 ) -> dict[str, Any]:
     """Train all tasks; the run's folder then has the adapters, unless the run is timed."""
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+    from benchmarks.training.mux import quiet_arguments
+    from peft_mux import MultiTaskTrainer
 
     num_profiled = (1 if is_rehearsal else NUM_PROFILED) if is_timed else 0
     num_steps = (3 if is_rehearsal else NUM_WARM + NUM_TIMED + num_profiled) if is_timed else CHECK_STEPS
     rows_per_task = (2 if is_rehearsal else ROWS_PER_GPU * num_processes) if is_timed else 4
     workload = lognormal_workload(shape, 3 if is_rehearsal else NUM_TASKS, rows_per_task, num_steps)
     is_cuda = torch.cuda.is_available()
-    args = MultiTaskTrainingArguments(
-        output_dir=str(folder),
+    args = quiet_arguments(
+        str(folder),
         use_cpu=not is_cuda,
         bf16=is_timed and not is_rehearsal,
         lr_scheduler_type="constant",
         save_strategy="no" if is_timed else "steps",
         save_steps=10 * num_steps,
-        disable_tqdm=True,
-        report_to="none",
         use_liger_kernel="auto" if is_timed else False,  # it does not run in all layouts
         **layout_arguments(name, num_processes),
         **more,
@@ -317,16 +316,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.many", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    layouts = list(ESTIMATED_S)
-    add("--name", help="ends the result file's name; by default the number of processes")
-    add("--output", type=Path, help="JSON file to write; default benchmarks/results/gpu-many-<name>.json")
+    add, layouts = parser.add_argument, list(ESTIMATED_S)
+    add_options(parser, MINUTES)
     add("--processes", type=int, help="by default one for each GPU")
     add("--parts", nargs="+", choices=layouts, help="layouts to run after one process; by default all")
-    add("--minutes", type=float, default=MINUTES, help="minutes after which no layout begins")
-    add("--traces", type=Path, help="folder to keep profiler traces in; by default only their numbers are kept")
-    add("--list", action="store_true", help="print the parts and their computed seconds, and run nothing")
-    add("--rehearse", action="store_true", help="tiny shapes in fp32 on the CPU, with gloo")
     add("--work", choices=layouts, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

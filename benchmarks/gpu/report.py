@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -171,3 +172,14 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(item)}" for key, item in value.items() if not isinstance(item, dict | list))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def add_options(parser: argparse.ArgumentParser, minutes: float) -> None:
+    """Add the options that the commands of GPU benchmarks share."""
+    add = parser.add_argument
+    add("--name", help="ends the result file's name; by default the device's own, or the number of processes")
+    add("--output", type=Path, help="JSON file to write; by default in benchmarks/results/, with the name")
+    add("--minutes", type=float, default=minutes, help="minutes after which no measurement begins, starting included")
+    add("--traces", type=Path, help="folder to keep profiler traces in; by default only their numbers are kept")
+    add("--list", action="store_true", help="print the parts and their computed seconds, and run nothing")
+    add("--rehearse", action="store_true", help="tiny shapes in fp32, on any machine")

@@ -1,11 +1,7 @@
-"""How long and how large the parts of `benchmarks.gpu` will be on an H100: computed, so that a plan can be cut to fit.
+"""The shapes of `benchmarks.gpu`, and how large what it trains will be: computed, so that it can be cut to fit.
 
-Assumed: 40 % of the dense bf16 rate of the data sheet; the host's time of a layer, forward and backward, as measured
-without a GPU; 0.8 s for each variant of a Triton
-kernel that is compiled, one after another (0.6 to 0.9 s on one core here). What a pass keeps a token and layer was
-counted from the tensors that autograd saves in Llama-3-8B's shape, on a pretended device.
-
-Nothing here needs torch.
+What a pass keeps a token and layer was counted from the tensors that autograd saves in Llama-3-8B's shape, on a
+pretended device. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -14,15 +10,10 @@ from dataclasses import dataclass, replace
 
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
 """Dense bf16 rates of the data sheets."""
-SHARE_OF_PEAK = 0.4
 COMPILE_S = 0.8
-"""For each variant of a Triton kernel."""
+"""For each variant of a Triton kernel, one after another (0.6 to 0.9 s on one core here)."""
 START_S = 25.0
 """Imports, the context of the device, the first products."""
-LAYER_HOST_S = {"floor": 0.002, "hf": 0.005, "packed": 0.004, "mux": 0.006, "mux_graphs": 0.0002, "padded": 0.003}
-"""The host's time of a layer, forward and backward; of a graph, its replay."""
-ATTACH_S = 0.02
-"""For the adapters of a task in a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +95,6 @@ class Backbone:
         """Bytes of a token and layer in bf16, as `activation_bytes_per_token` of the package has them."""
         return 2 * (7 * self.hidden_size + 2 * self.key_value_size + 4 * self.intermediate_size)
 
-    @property
-    def making_s(self) -> float:
-        """Seconds to make the weights on the device."""
-        return 2.0 + self.linear_weights / 4e9
-
     def of_layers(self, num_layers: int) -> Backbone:
         """Return the shape with another number of layers."""
         return replace(self, num_layers=num_layers)
@@ -125,21 +111,6 @@ class Backbone:
 
 
 LLAMA_8B = Backbone(4096, 32, 14336, 32, 128256)
-
-
-def step_s(backbone: Backbone, contender: str, num_tokens: float, length: float, num_passes: int) -> float:
-    """Return the seconds of a step: of the device or of the host, whichever takes longer.
-
-    Args:
-        backbone: its shape.
-        contender: name of the contender.
-        num_tokens: tokens that go through the backbone, padding included.
-        length: mean square length of sequences over their mean length.
-        num_passes: passes of the step, each forward and backward.
-    """
-    device_s = num_tokens * backbone.flops_per_token(length) / (SHARE_OF_PEAK * PEAK_FLOPS["H100"])
-    host_s = num_passes * backbone.num_layers * LAYER_HOST_S[contender]
-    return max(device_s, host_s)
 
 
 def peak_bytes(backbone: Backbone, contender: str, num_tokens: int, trained_weights: int) -> float:

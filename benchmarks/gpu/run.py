@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,7 @@ from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.device import versions
 from benchmarks.gpu.parts import Planned, chosen, plan
 from benchmarks.gpu.profiler import TRACES_VARIABLE
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import Report, add_options
 from benchmarks.gpu.settings import Settings
 from benchmarks.paths import RESULTS
 
@@ -88,17 +87,7 @@ def recovered(settings: Settings, backbones: Backbones) -> str | None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--name", default=None, help="ends the result file's name; by default the device's own")
-    add("--output", type=Path, help="JSON file to write; default benchmarks/results/gpu-<name>.json")
-    add("--parts", nargs="+", help="beginnings of the names of the parts to run; by default all")
-    add("--layers", type=int, default=32, help="layers of the backbone of `default run`; 32 for Llama-3-8B")
-    add("--minutes", type=float, default=MINUTES, help="minutes after which no measurement begins, starting included")
-    add("--traces", type=Path, help="folder to keep profiler traces in; by default only their numbers are kept")
-    add("--list", action="store_true", help="tell the parts and their computed seconds, and run nothing")
-    add("--rehearse", action="store_true", help="tiny shapes in fp32, on any machine")
+    add_options(parser, MINUTES)
+    parser.add_argument("--parts", nargs="+", help="beginnings of the names of the parts to run; by default all")
+    parser.add_argument("--layers", type=int, default=32, help="layers of `default run`; 32 for Llama-3-8B")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

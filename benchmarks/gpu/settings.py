@@ -60,8 +60,3 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory."""
-    return isinstance(error, torch.cuda.OutOfMemoryError)

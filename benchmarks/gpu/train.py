@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.roofline import Backbone
-from benchmarks.gpu.settings import Settings, free, out_of_memory
+from benchmarks.gpu.settings import Settings, free
 from benchmarks.gpu.trainers import TRAINERS, Trained
 from benchmarks.kernels.problem import greater
 
@@ -36,7 +36,7 @@ def train_safely(
         row = plain_values(settings, TRAINERS[contender](settings, backbones.of(shape), workload, pass_tokens))
     except Exception as error:  # the others are still measured
         first_line = (str(error).splitlines() or [""])[0][:300]
-        if out_of_memory(error):
+        if isinstance(error, torch.cuda.OutOfMemoryError):
             row = {"skipped": f"out of memory: {first_line}"}
         else:
             row = {"failed": f"{type(error).__name__}: {first_line}", "is_right": False}

@@ -130,29 +130,6 @@ def layer_totals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def describe(result: dict[str, Any]) -> str:
-    """Return one shape's table for reading."""
-    titles = f"{'eager us':>10s} {'over':>8s} {'graph us':>10s} {'over':>8s}  worst error"
-    lines = [f"\n{_shape(result)}", f"  {'contender':14s} {titles}"]
-    for name, row in result["contenders"].items():
-        if "skipped" in row:
-            lines.append(f"  {name:14s} skipped: {row['skipped']}")
-            continue
-        columns = ""
-        for way in ("eager", "graph"):
-            us, over = row.get(f"{way}_us"), row.get(f"{way}_overhead_percent")
-            columns += f" {us:10.1f} {over:7.1f}%" if us is not None and over is not None else f" {'-':>10s} {'-':>8s}"
-        worst = max(row["errors"].values(), default=0.0)
-        remarks = [f"through {row['path']}"] if "path" in row else []
-        remarks += [] if row["is_right"] else ["WRONG"]
-        lines.append(f"  {name:14s}{columns}  {worst:.1e}  {' '.join(remarks)}".rstrip())
-    return "\n".join(lines)
-
-
-def _shape(result: dict[str, Any]) -> Shape:
-    return Shape(**{**result["shape"], "out_features": tuple(result["shape"]["out_features"])})
-
-
 def wrong_contenders(result: dict[str, Any]) -> list[str]:
     """Return the contenders that differ from float64 by more than is allowed, and any of ours that did not run."""
     rows = result["contenders"].items()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import rotated
+
 Call = Callable[[int], Any]
 """Work to time; it gets the number of the call, by which inputs rotate."""
 
@@ -18,10 +20,8 @@ def interleaved_us(steps: dict[str, Call], device: torch.device, *, calls: int, 
     for step in steps.values():
         step(0)
     spent: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
     for turn in range(rounds):
-        first = turn % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+        for name in rotated(list(steps), turn):
             spent[name].append(_elapsed_us(steps[name], device, calls) / calls)
     return {name: statistics.median(values) for name, values in spent.items()}
 

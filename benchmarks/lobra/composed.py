@@ -7,7 +7,7 @@ Tasks of lognormal lengths on a Llama-2-7B by the data sheet of an A100-40GB, fr
 the deployment of one curve (L Eq. 2, Eq. 10 to 12), the composed one, and the seconds of a step of both by the plans
 that `plan_tasks` makes for the rows of each replica, in which a pipeline's template is simulated. `gain` is the one
 over the other, `fit` how far the linear forms of the search are from the plans, `curve` what the curve itself says of
-its own choice. Seconds of planning are of this machine, and are compared with the bound of 30 s for 64 GPUs.
+its own choice. Seconds of planning are of this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stored import write_result
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
@@ -39,7 +38,6 @@ BATCHES_IN_SAMPLE = 20
 NUM_TASKS = 6
 LOADS = {"light": 2, "medium": 8, "heavy": 64}
 """Rows of each task in a step."""
-PLANNING_BOUND_S = 30.0
 SINGLE_BUDGET_S, COMPOSED_BUDGET_S, TIME_LIMIT_S = 8.0, 12.0, 2.5
 """As `peft-mux plan --deployment` has them."""
 
@@ -142,16 +140,15 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return 1 where planning 64 GPUs took longer than its bound."""
+def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lobra.composed", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 8, 16, 64])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write JSON into benchmarks/results/")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     rows = [
         compare(num_gpus, LOADS[load], seed)
         for num_gpus in options.gpus
@@ -159,13 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed in range(options.seeds)
     ]
     print_rows(rows)
-    if options.write:
-        write_result("composed-deployments", {"rows": rows})
-    slow = [row for row in rows if row["num_gpus"] <= 64 and sum(row["planning_s"].values()) > PLANNING_BOUND_S]
-    for row in slow:
-        print(f"FAULT planning {row['num_gpus']} GPUs took {sum(row['planning_s'].values()):.1f} s")
-    return int(bool(slow))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lobra.boundaries import step_gpu_seconds
 from benchmarks.lobra.steps import (
     BATCHES_IN_SAMPLE,
     NUM_GPUS,
@@ -36,6 +35,7 @@ from benchmarks.lobra.steps import (
     all_lengths,
     layout,
     lognormal,
+    step_gpu_seconds,
 )
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential

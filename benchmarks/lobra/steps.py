@@ -38,11 +38,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lobra.boundaries import step_gpu_seconds, uniform_boundaries
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, count_plans
+from peft_mux.scheduler.dispatching.bucketing import (
+    DEFAULT_INTERVAL_TOKENS,
+    DEFAULT_NUM_BUCKETS,
+    bucket_boundaries,
+    fixed_bucketing,
+)
+from peft_mux.scheduler.dispatching.dispatch import dispatch
 from peft_mux.scheduler.replicas.time_model import (
     ParallelConfig,
     ReplicaGroup,
@@ -229,6 +235,46 @@ def print_plans(inputs: Inputs, seeds: Sequence[int]) -> None:
         print(f"   {name}, {kind} candidates: {sum(agreed)} of {len(agreed)} as in Table 2")
 
 
+def uniform_boundaries(
+    max_length: int, num_buckets: int = DEFAULT_NUM_BUCKETS, interval: int = DEFAULT_INTERVAL_TOKENS
+) -> tuple[int, ...]:
+    """Return boundaries at equal distances up to `max_length`, each a multiple of `interval` except the last.
+
+    Fewer than `num_buckets` if there are fewer intervals.
+    """
+    num_intervals = -(-max_length // interval)
+    ends = [-(-num_intervals * bucket // num_buckets) * interval for bucket in range(1, num_buckets + 1)]
+    return tuple(sorted({min(end, max_length) for end in ends}))
+
+
+def step_gpu_seconds(
+    groups: Sequence[ReplicaGroup],
+    lengths: Sequence[int],
+    num_gpus: int,
+    time_model: ReplicaTimeModel,
+    *,
+    boundaries: Sequence[int] | None = None,
+    num_buckets: int = DEFAULT_NUM_BUCKETS,
+    **options: Any,
+) -> float:
+    """Return the predicted GPU seconds of one drawn step on a deployment, idle GPUs included.
+
+    Args:
+        groups: the replicas that are deployed, by configuration.
+        lengths: lengths of the sequences of this step, in tokens.
+        num_gpus: GPUs that are paid for, idle ones included.
+        time_model: predicts the seconds of one replica.
+        boundaries: fixed padded lengths in tokens; by default they are chosen for the step (L Eq. 4).
+        num_buckets: most buckets if boundaries are chosen (R in L).
+        options: further options of `dispatch`.
+    """
+    if boundaries is None:
+        bucketing = bucket_boundaries(lengths, num_buckets, limits=[group.max_tokens for group in groups])
+    else:
+        bucketing = fixed_bucketing(lengths, boundaries)
+    return dispatch(groups, bucketing, time_model, **options).makespan_s * num_gpus
+
+
 @dataclass(frozen=True, slots=True)
 class Savings:
     """Mean GPU seconds of a step over the drawn batches of one seed.
@@ -342,23 +388,6 @@ def _print_chosen(found: Sequence[Savings]) -> None:
         print(f"   {task:<26} {theirs:<12} {ours}")
 
 
-def ways_to_plan(published: Sequence[Any], num_gpus: int) -> list[tuple[str, dict[str, Any], float | None]]:
-    """Return which heuristics are on, for so many GPUs, and the paper's seconds of the same.
-
-    Args:
-        published: the paper's planning seconds with no heuristic, with the proposal, and with both.
-        num_gpus: GPUs of the deployment; on many of them what is left out takes too long.
-    """
-    none, proposal, both, _ = published
-    ways: list[tuple[str, dict[str, Any], float | None]] = [("both", {}, both)]
-    if num_gpus <= 32:
-        ways.append(("proposal", {"lower_bound_filter": False}, proposal))
-        ways.append(("filter", {"proposal": False}, None))
-    if num_gpus == 16:
-        ways.append(("none", {"proposal": False, "lower_bound_filter": False}, none))
-    return ways
-
-
 def print_planning_times(inputs: Inputs, seed: int) -> None:
     """Print how long planning takes over numbers of GPUs.
 
@@ -370,21 +399,17 @@ def print_planning_times(inputs: Inputs, seed: int) -> None:
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     lengths, batch = all_lengths(tasks), sum(task.batch_size for task in tasks)
     print(
-        f"   {'GPUs':>4} {'heuristics':<10} {'deployments':>11} {'solved':>6} {'ours s':>7} {'paper s':>8}"
-        f" {'step s':>7} {'Eq. 2 s':>8}  plan"
+        f"   {'GPUs':>4} {'deployments':>11} {'tried':>6} {'ours s':>7} {'paper s':>8} {'step s':>7} {'Eq.2 s':>8} plan"
     )
     for num_gpus in (16, 32, 64, 128, 256):
-        published = inputs.tables["table5_70B_plan_seconds_none_proposal_both"][str(num_gpus)]
-        for kind, options, paper_s in ways_to_plan(published, num_gpus):
-            start = time.perf_counter()
-            plan = plan_deployment(lengths, batch, num_gpus, inputs.model, **options)
-            seconds = time.perf_counter() - start
-            stats = plan.statistics
-            paper = "-" if paper_s is None else f"{paper_s:.2f}"
-            print(
-                f"   {num_gpus:>4} {kind:<10} {stats.num_enumerated:>11} {stats.num_solved:>6} {seconds:>7.2f}"
-                f" {paper:>8} {plan.expected_step_s:>7.3f} {plan.candidates[0].step_s or 0:>8.3f}  {plan.layout}"
-            )
+        start = time.perf_counter()
+        plan = plan_deployment(lengths, batch, num_gpus, inputs.model)
+        seconds, stats = time.perf_counter() - start, plan.statistics
+        _, _, paper_s, _ = inputs.tables["table5_70B_plan_seconds_none_proposal_both"][str(num_gpus)]
+        print(
+            f"   {num_gpus:>4} {stats.num_enumerated:>11} {stats.num_solved:>6} {seconds:>7.2f} {paper_s:>8.2f} "
+            f"{plan.expected_step_s:>7.3f} {plan.candidates[0].step_s or 0:>8.3f}  {plan.layout}"
+        )
     sizes = [config.num_gpus for config in inputs.model.configurations]
     print(f"   Without the proposal 256 GPUs have {count_plans(256, sizes):.2e} deployments; that is refused.")
 
@@ -408,7 +433,3 @@ def main() -> None:
     print_savings(inputs, seeds, arguments.steps)
     print_planning_times(inputs, 0)
     print(__doc__)
-
-
-if __name__ == "__main__":
-    main()

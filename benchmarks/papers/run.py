@@ -6,9 +6,9 @@
 
 Every contender trains in processes of its own (`worker.py`). Before anything is timed, all of a comparison are held to
 the same losses for two steps; then they run by turns. Seconds are those of all steps but each task's first, so that
-startup is left out. `--write` stores the JSON in benchmarks/results/ and writes docs/paper_tables.md from it; `--page`
-writes that page from a JSON that is there. After each part the JSON so far is written, so that a run that is cut off
-keeps what it has; parts that are not run again keep their rows where the settings are the same.
+startup is left out. `--write` stores the JSON in benchmarks/results/ and writes docs/paper_tables.md from it, after
+each part, so that a run that is cut off keeps what it has; parts that are not run again keep their rows where the
+settings are the same.
 
     a  M Fig. 14   pp2 and tp2 by the planner's own plan, HF PEFT task by task, NeMo-like, padded batches
     b  M Fig. 16   one technique off at a time, on pp2; "orchestration off" is 1F1B over the same buckets, not drained
@@ -52,9 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print the table, and write what is asked for; return 1 where a part failed."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
-    if options.page:
-        _write_page(json.loads(options.page.read_text(encoding="utf-8")))
-        return 0
     settings = _settings(options)
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
@@ -156,9 +153,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=4, help="layers of the backbone")
     add("--heads", type=int, default=8, help="attention heads of the backbone")
     add("--write", action="store_true", help="write benchmarks/results/papers.json and docs/paper_tables.md")
-    add("--page", type=Path, help="write docs/paper_tables.md from this JSON, and run nothing")
     return parser
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

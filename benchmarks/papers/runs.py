@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import in_own_process
+from benchmarks.harness import in_own_process, rotated
 from benchmarks.training.throughput import check_equal_work
 from benchmarks.training.workloads import Case
 
@@ -82,8 +82,7 @@ def measure(contenders: Sequence[Contender], case: Case, rounds: int, backbone: 
     check_equal_work({one.name: _run(one, short, backbone, True)[2] for one in contenders})
     found = {one.name: Measured([], one.processes, []) for one in contenders}
     for turn in range(rounds):
-        first = turn % len(contenders)
-        for one in [*contenders[first:], *contenders[:first]]:
+        for one in rotated(contenders, turn):
             print(f"  round {turn + 1} of {rounds}: {one.name}", file=sys.stderr, flush=True)
             seconds, steps, _ = _run(one, case, backbone, False)
             found[one.name].seconds.append(seconds)

@@ -72,7 +72,7 @@ class Settings:
             num_tasks: number of tasks; by default that of the settings.
             batch_size: rows of a task in a step; by default that of the mix.
         """
-        return Case(mix, num_tasks or self.num_tasks, self.num_steps, "full", self.model, batch_size)
+        return Case(mix, num_tasks or self.num_tasks, self.num_steps, self.model, batch_size)
 
 
 def page(found: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ off four mixes of seed 0. With `--malloc return`, which has that allocator give 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -35,13 +36,15 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from benchmarks.harness import CLOCKS, hand_over, in_own_process
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training.audit import measured_peak
+from benchmarks.training.baselines.hf_trainer import StepClock
+from benchmarks.training.mux import quiet_arguments
+from benchmarks.training.timing import use_clock
 from benchmarks.training.workloads import ModelSpec
-from peft_mux import MultiTaskPeftModel, MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux import MultiTaskPeftModel, MultiTaskTrainer, Task
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.profiling.backbone import profile_backbone
@@ -107,22 +110,10 @@ def draw_mix(number: int, seed: int) -> list[MixTask]:
 # ------------------------------------------------------------------- measured
 
 
-class _Clock(TrainerCallback):
-    """Times steps."""
-
-    def __init__(self, clock: str) -> None:
-        self.now_s, self.steps_s = CLOCKS[clock], []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.start_s = self.now_s()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps_s.append(self.now_s() - self.start_s)
-
-
 def train(spec: ModelSpec, tasks: Sequence[MixTask], num_steps: int, clock: str) -> dict[str, Any]:
     """Train the same batch again and again; return the seconds of a step, and the hTasks of the plan."""
-    timer, described = _Clock(clock), []
+    use_clock(clock)
+    timer, described = StepClock(), []
     for task in tasks:
         draw = random.Random(task.name)
         rows = [{"input_ids": [draw.randrange(spec.vocab_size) for _ in range(length)]} for length in task.lengths]
@@ -137,18 +128,11 @@ def train(spec: ModelSpec, tasks: Sequence[MixTask], num_steps: int, clock: str)
             )
         )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = MultiTaskTrainingArguments(
-            output_dir=folder,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        trainer = MultiTaskTrainer(model=spec.build(), tasks=described, args=arguments, callbacks=[timer])
+        trainer = MultiTaskTrainer(model=spec.build(), tasks=described, args=quiet_arguments(folder), callbacks=[timer])
         htasks = [(list(htask.tasks), htask.micro_batches) for htask in trainer.plan().htasks]
         trainer.train()
-    return {"step_s": statistics.median(timer.steps_s[1:]), "htasks": htasks}
+    seconds = [after - before for before, after in itertools.pairwise(timer.ends_s)]
+    return {"step_s": statistics.median(seconds), "htasks": htasks}
 
 
 def run_mix(tasks: Sequence[MixTask], options: argparse.Namespace) -> dict[str, Any]:

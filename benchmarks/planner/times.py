@@ -1,7 +1,6 @@
 """Times of planning: how long the planner takes for how many tasks on how many stages.
 
 python -m benchmarks.planner             about 10 seconds, one thread
-python -m benchmarks.planner --write     also benchmarks/results/planner-times.json
 
 Bounds: fusion of 1,000 tasks 2 s, full planning of 64 tasks on 8 stages 5 s, on one core (M §4: "under 10
 seconds"), the search for the number of micro-batches included.
@@ -15,12 +14,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from benchmarks.harness import in_turns
 from benchmarks.planner.cluster.trace import TaskKind
 from benchmarks.planner.figures_bench import LLAMA_7B
-from benchmarks.stored import write_result
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
@@ -84,15 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, nargs="+", default=[8, 32, 64])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--fusion-tasks", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--write", action="store_true", help="write JSON")
-    parser.add_argument("--results", type=Path, help="folder for --write")
     arguments = parser.parse_args(argv)
-    rows: list[dict[str, object]] = []
     faults: list[str] = []
     print(f"median of {arguments.repeats}, seconds\n\n{'fusion, 4 stages':<24} {'predict':>9} {'fuse':>9} {'sum':>9}")
     for count in arguments.fusion_tasks:
         predict_s, fuse_s = time_fusion(count, 4, arguments.repeats)
-        rows.append({"what": "fusion", "tasks": count, "predict_s": predict_s, "fuse_s": fuse_s})
         print(f"{count:>5} tasks{'':<13} {predict_s:>9.3f} {fuse_s:>9.3f} {predict_s + fuse_s:>9.3f}")
         if count <= 1000 and predict_s + fuse_s > FUSION_BOUND_S:
             faults.append(f"fusion of {count} tasks took {predict_s + fuse_s:.2f} s; the bound is {FUSION_BOUND_S:g} s")
@@ -100,20 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for num_stages in arguments.stages:
         for count in arguments.tasks:
             for policy in POLICIES:
-                row = time_planning(count, num_stages, policy, arguments.repeats)
-                seconds, htasks, buckets, step_s = row
-                rows.append({"what": "planning", "tasks": count, "stages": num_stages, "policy": policy, "s": seconds})
+                seconds, htasks, buckets, step_s = time_planning(count, num_stages, policy, arguments.repeats)
                 what = f"{count:>3} tasks, {num_stages} stages"
                 print(f"{what:<24} {policy:<12} {seconds:>9.3f} {htasks:>7} {buckets:>7} {step_s:>13.3f} s")
                 if count <= 64 and num_stages <= 8 and seconds > PLANNING_BOUND_S:
                     faults.append(f"{what} took {seconds:.2f} s; the bound is {PLANNING_BOUND_S:g} s")
     for fault in faults:
         print(f"FAULT {fault}")
-    if arguments.write:
-        contents = {"repeats": arguments.repeats, "rows": rows, "faults": faults}
-        write_result("planner-times", contents, arguments.results)
     return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

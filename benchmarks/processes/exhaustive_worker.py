@@ -9,9 +9,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -125,18 +123,20 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     size = options.hidden_size
     model = ModelSpec(hidden_size=size, num_layers=options.layers, intermediate_size=size * 43 // 16, vocab_size=1024)
     rank, folder, rows = int(os.environ["RANK"]), options.folder, []
-    backbone = written_once(rank, folder / "backbone", model.build().save_pretrained)
     for layout in options.layouts:
         own = {**LAYOUTS[layout], "pipeline_flush": "every_step"}
-        first = trainer_for(lambda: str(backbone), _workload(0, options), f"{folder}/profile-{layout}", False, **own)
-        measured = first.measure_profile(options.profile_s).to_json()
-        profile = written_once(
-            rank, folder / f"{layout}.json", partial(Path.write_text, data=measured, encoding="utf-8")
-        )
+        first = trainer_for(model.build, _workload(0, options), f"{folder}/profile-{layout}", False, **own)
+        measured, profile = first.measure_profile(options.profile_s).to_json(), folder / f"{layout}.json"
+        if rank == 0:
+            unfinished = folder / "unfinished.json"
+            unfinished.write_text(measured, encoding="utf-8")
+            unfinished.rename(profile)
+        while not profile.exists():
+            time.sleep(0.05)
         for number in options.only or range(options.mixes):
             work = _workload(number, options)
             arguments = {**own, "cost_profile": str(profile)}
-            trainer = trainer_for(lambda: str(backbone), work, f"{folder}/{layout}-{number}", False, **arguments)
+            trainer = trainer_for(model.build, work, f"{folder}/{layout}-{number}", False, **arguments)
             rows.append(_row(trainer, work, layout, options))
     return rows
 
@@ -193,21 +193,4 @@ def _workload(number: int, options: argparse.Namespace) -> Workload:
         rows = [[draw.randrange(1024) for _ in range(draw.randint(low, high))] for _ in range(count)]
         own = tuple({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows)
         tasks.append(TaskWorkload(f"task-{index}", "drawn", draw.choice(RANKS), index, count, own))
-    return Workload("drawn", tuple(tasks), _STEPS, "full", "drawn", learning_rate=1e-4)
-
-
-def written_once(rank: int, path: Path, write: Callable[[Path], object]) -> Path:
-    """Return a path that rank 0 writes, whole; the others wait for it.
-
-    Args:
-        rank: the number of this process.
-        path: the file or folder.
-        write: writes it to the path that it is given.
-    """
-    if rank == 0:
-        unfinished = path.with_name(f"unfinished-{path.name}")
-        write(unfinished)
-        unfinished.rename(path)
-    while not path.exists():
-        time.sleep(0.05)
-    return path
+    return Workload("drawn", tuple(tasks), _STEPS, "drawn", learning_rate=1e-4)

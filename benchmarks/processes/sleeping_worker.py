@@ -31,7 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import peft_mux.engine.executor as executor_module
 import peft_mux.engine.pipeline.executor as pipeline_module
-from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from benchmarks.training.mux import quiet_arguments
+from peft_mux import MultiTaskTrainer, Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.pipeline.links import Channel
@@ -113,13 +114,8 @@ def trainer_of(settings: Settings, **arguments: Any) -> MultiTaskTrainer:
         )
         for load in settings.loads
     ]
-    args = MultiTaskTrainingArguments(
+    args = quiet_arguments(
         str(settings.folder / "run"),
-        use_cpu=True,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         cost_profile=str(settings.folder / "profile.json"),
         max_tokens_per_micro_batch=settings.max_tokens,
         pipeline_flush="every_step",

@@ -1,6 +1,7 @@
 """Two checkouts of the package side by side: the same training steps in turn, and the ratio of their times.
 
     python -m benchmarks.training.checkouts --before ../before          about 4 minutes on one core
+    python -m benchmarks.training.checkouts --before ../before --mix host --layers 32        half a minute
 
 Each checkout trains in a process of its own, which times one step after another; the two processes take turns round by
 round, so that a machine that slows down slows both. Seconds are processor seconds of one thread, which other programs
@@ -23,7 +24,8 @@ from benchmarks.paths import ROOT
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.workloads import MIXES
 
-STEPS = Path(__file__).with_name("checkout_steps.py")
+HOST = "host"
+"""The mix whose passes only seem to be on a GPU; see `host_passes.py`."""
 
 
 class Child:
@@ -64,7 +66,8 @@ class Child:
 
 def compare(before: Path, after: Path, mix: str, *shape: str, num_steps: int, num_warm: int) -> None:
     """Print the times of both checkouts and their ratio, and whether they trained to the same losses."""
-    children = [Child(STEPS, folder, mix, *shape) for folder in (before, after)]
+    script = Path(__file__).with_name("host_passes.py" if mix == HOST else "checkout_steps.py")
+    children = [Child(script, folder, mix, *shape) for folder in (before, after)]
     for child in children:
         child.tell(str(num_steps))
     rounds = [[float(child.step()) for child in children] for _ in range(num_steps)][num_warm:]
@@ -72,7 +75,8 @@ def compare(before: Path, after: Path, mix: str, *shape: str, num_steps: int, nu
     ratio = statistics.median(own[1] / own[0] for own in rounds)
     seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]
     same = "bit-equal losses" if losses[0] == losses[1] else "DIFFERENT losses"
-    print(f"{mix:<12} before {seconds[0]:.3f} s   after {seconds[1]:.3f} s   after / before {ratio:.3f}   {same}")
+    same = f"{losses[0]}, {losses[1]}" if mix == HOST else same
+    print(f"{mix:<12} before {seconds[0]:.5f} s   after {seconds[1]:.5f} s   after / before {ratio:.3f}   {same}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--shape", choices=SHAPES, help="a published backbone's; by default a Llama of 29.5M parameters"
     )
     parser.add_argument("--layers", type=int, default=4, help="layers of the shape that are taken")
-    parser.add_argument("--mix", nargs="+", choices=MIXES, default=MIXES, help="kinds of workload")
+    parser.add_argument("--mix", nargs="+", choices=(*MIXES, HOST), default=MIXES, help="kinds of workload")
     options = parser.parse_args(arguments)
-    shape = (options.shape, str(options.layers)) if options.shape else ()
     folders = options.before.resolve(), options.after.resolve()
     for mix in options.mix:
+        shape = (options.shape or "", str(options.layers)) if options.shape or mix == HOST else ()
         compare(*folders, mix, *shape, num_steps=options.steps, num_warm=options.warm)
 
 

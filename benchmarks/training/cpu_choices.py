@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from benchmarks.harness import in_turns
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
 from peft_mux.modeling.attention.rows import build_layout
@@ -22,14 +23,12 @@ from peft_mux.modeling.attention.rows import build_layout
 
 def best_of(run: Callable[[], object], *, repeats: int, calls: int) -> float:
     """Return the seconds of one call: the fastest of several rounds, as other work on the machine only slows."""
-    run()
-    rounds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+
+    def all_calls() -> None:
         for _ in range(calls):
             run()
-        rounds.append((time.perf_counter() - start) / calls)
-    return min(rounds)
+
+    return min(in_turns({"run": all_calls}, repeats, time.perf_counter)["run"]) / calls
 
 
 def skinny_products(rows: int, rank: int, width: int) -> list[tuple[str, float, float]]:

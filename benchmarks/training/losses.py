@@ -4,27 +4,27 @@ python -m benchmarks.training.losses                       about 5 minutes on on
 
 Both take the same rows in the same order in fp32, and the first loss of every task is checked to be the same. A process
 of its own runs each contender, on one thread. Seconds are those of the processor for a step of all four tasks, the
-least of all steps but the first; memory is what the process needs at most beyond what it held when training began.
+least of all steps but the first, from the end of the one before; memory is what the process needs at most beyond what
+it held when training began.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
-import time
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from benchmarks.harness import hand_over, in_own_process
 from benchmarks.paths import SHARED_DATA
 from benchmarks.stored import write_result
 from benchmarks.training.audit import measured_peak
-from benchmarks.training.baselines.hf_trainer import RecordsLosses
+from benchmarks.training.baselines.hf_trainer import RecordsLosses, StepClock
+from benchmarks.training.mux import quiet_arguments
+from benchmarks.training.timing import use_clock
 
 LOSSES = ("sft", "dpo", "orpo", "kto", "reward")
 NUM_TASKS, BATCH, STEPS, RATE, MAX_LENGTH = 4, 4, 4, 1e-3, 256
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    use_clock("processor")
     if options.contender:
         hand_over((ours if options.contender == "ours" else in_turn)(options.losses[0], options))
         return
@@ -131,24 +132,9 @@ def rows_of(loss: str, task: int) -> list[dict[str, Any]]:
     return rows
 
 
-class Watch(TrainerCallback):
-    """Notes when steps begin."""
-
-    def __init__(self) -> None:
-        self.begins_s: list[float] = []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.begins_s.append(time.process_time())
-
-    @property
-    def step_s(self) -> float:
-        """The least seconds of a step but the first and the last."""
-        return min(end - start for start, end in itertools.pairwise(self.begins_s[1:]))
-
-
 def ours(loss: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train all tasks together."""
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from peft_mux import MultiTaskTrainer, Task
 
     tasks = [
         Task(
@@ -164,11 +150,9 @@ def ours(loss: str, options: argparse.Namespace) -> dict[str, Any]:
         )
         for task in range(NUM_TASKS)
     ]
-    watch = Watch()
+    watch = StepClock()
     with tempfile.TemporaryDirectory() as folder:
-        args = MultiTaskTrainingArguments(
-            output_dir=folder, use_cpu=True, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True
-        )
+        args = quiet_arguments(folder, logging_strategy="steps", logging_steps=1)
         trainer = MultiTaskTrainer(
             backbone(loss, options), args, tasks, processing_class=tokenizer(), callbacks=[watch]
         )
@@ -176,7 +160,7 @@ def ours(loss: str, options: argparse.Namespace) -> dict[str, Any]:
     first = [
         next(entry["loss"] for entry in trainer.task_states[task.name].log_history if "loss" in entry) for task in tasks
     ]
-    return {"step_s": watch.step_s, "mib": peak_bytes / 2**20, "first_losses": first}
+    return {"step_s": watch.least_s, "mib": peak_bytes / 2**20, "first_losses": first}
 
 
 def in_turn(loss: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -193,7 +177,7 @@ def in_turn(loss: str, options: argparse.Namespace) -> dict[str, Any]:
 
     step_s, peaks_bytes, first = 0.0, [], []
     for task in range(NUM_TASKS):
-        watch = Watch()
+        watch = StepClock()
         with tempfile.TemporaryDirectory() as folder:
             args = config(
                 output_dir=folder,
@@ -219,7 +203,7 @@ def in_turn(loss: str, options: argparse.Namespace) -> dict[str, Any]:
                 callbacks=[watch],
             )
             peaks_bytes.append(measured_peak(trainer.train)[1])
-        step_s += watch.step_s
+        step_s += watch.least_s
         first.append(trainer.losses[0])
     # The first task counts: later ones begin with what it has left.
     return {"step_s": step_s, "mib": peaks_bytes[0] / 2**20, "first_losses": first}

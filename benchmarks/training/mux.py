@@ -48,19 +48,24 @@ def trainer_for(
         record_losses: whether to log the loss of each task at each step.
         **arguments: further arguments of the run.
     """
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+    from peft_mux import MultiTaskTrainer
 
-    args = MultiTaskTrainingArguments(
-        output_dir=folder,
-        logging_strategy="steps" if record_losses else "no",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **arguments,
-    )
+    logging = {"logging_strategy": "steps", "logging_steps": 1} if record_losses else {}
+    args = quiet_arguments(folder, **{**logging, **arguments})
     return MultiTaskTrainer(model=model_factory(), tasks=workload.to_tasks(), args=args)
+
+
+def quiet_arguments(folder: str, **arguments: Any) -> Any:
+    """Return the arguments of a run on a CPU that logs, saves, reports and draws nothing.
+
+    Args:
+        folder: the output folder.
+        **arguments: further arguments, and others in place of these.
+    """
+    from peft_mux import MultiTaskTrainingArguments
+
+    quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return MultiTaskTrainingArguments(**{"output_dir": folder, "use_cpu": True, **quiet, **arguments})
 
 
 def _losses(state: Any) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -14,63 +13,7 @@ LABELS = {
     "mux": "peft_mux",
     "floor": "floor",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What was measured of one contender; see `baselines.Run` and `audit.Audit`."""
-
-    contender: str
-    num_processed_tokens: int
-    num_tokens: int
-    steps_s: list[float]
-    train_s: list[float]
-    peak_bytes: int
-    replicated_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class CaseResult:
-    """All contenders on one case."""
-
-    case: Case
-    length_source: str
-    num_tokens: int
-    rows: list[Row]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the case and the figures of its contenders as plain values."""
-        facts = {"data_folder": None, "length_source": self.length_source, "num_tokens": self.num_tokens}
-        return {**asdict(self.case), **facts, "contenders": self.figures()}
-
-    def figures(self) -> list[dict[str, Any]]:
-        """Return what is reported of each contender; ratios are `None` where the other one did not run."""
-        return [self._figures(row) for row in self.rows]
-
-    def _figures(self, row: Row) -> dict[str, Any]:
-        return {
-            **asdict(row),
-            "tokens_per_s": row.num_processed_tokens / median(row.steps_s),
-            "effective_tokens_per_s": row.num_tokens / median(row.steps_s),
-            "best_effective_tokens_per_s": row.num_tokens / min(row.steps_s),
-            "median_over_floor": self._ratio(row, "floor", median),
-            "min_over_floor": self._ratio(row, "floor", min),
-            "hf_over_this_median": _inverse(self._ratio(row, "hf", median)),
-            "hf_over_this_min": _inverse(self._ratio(row, "hf", min)),
-            "train_over_floor": self._ratio(row, "floor", median, "train_s"),
-            "hf_train_over_this": _inverse(self._ratio(row, "hf", median, "train_s")),
-        }
-
-    def _ratio(self, row: Row, other: str, reduce: Any, field: str = "steps_s") -> float | None:
-        times = [getattr(found, field) for found in self.rows if found.contender == other]
-        return reduce(getattr(row, field)) / reduce(times[0]) if times else None
-
-
-def _inverse(ratio: float | None) -> float | None:
-    return None if ratio is None else 1 / ratio
-
-
-_COLUMNS: tuple[tuple[str, int, str, str], ...] = (
+_COLUMNS = (
     ("tokens/s", 9, "tokens_per_s", ".0f"),
     ("effective", 10, "effective_tokens_per_s", ".0f"),
     ("best", 7, "best_effective_tokens_per_s", ".0f"),
@@ -85,22 +28,36 @@ _COLUMNS: tuple[tuple[str, int, str, str], ...] = (
 )
 
 
-def table(result: CaseResult) -> str:
+def add_figures(rows: list[dict[str, Any]]) -> None:
+    """Add to what was measured of each contender what is reported of it; no ratios to one that did not run."""
+    by_name = {row["contender"]: row for row in rows}
+    floor, hf = by_name.get("floor"), by_name.get("hf")
+    for row in rows:
+        row["tokens_per_s"] = row["num_processed_tokens"] / median(row["steps_s"])
+        row["effective_tokens_per_s"] = row["num_tokens"] / median(row["steps_s"])
+        row["best_effective_tokens_per_s"] = row["num_tokens"] / min(row["steps_s"])
+        for name, reduce in (("median", median), ("min", min)):
+            if floor:
+                row[f"{name}_over_floor"] = reduce(row["steps_s"]) / reduce(floor["steps_s"])
+            if hf:
+                row[f"hf_over_this_{name}"] = reduce(hf["steps_s"]) / reduce(row["steps_s"])
+        if floor:
+            row["train_over_floor"] = median(row["train_s"]) / median(floor["train_s"])
+        if hf:
+            row["hf_train_over_this"] = median(hf["train_s"]) / median(row["train_s"])
+
+
+def table(case: Case, facts: dict[str, Any]) -> str:
     """Return the figures of a case as text; see `benchmarks/README.md` for the columns."""
-    case = result.case
     rank = f", rank {case.rank}" if case.rank else ""
     lines = [
-        f"\n{case.num_tasks} tasks, {case.mix}{rank}, {case.num_steps} steps each, {result.num_tokens} tokens, "
-        f"loss {case.loss}; {result.length_source}; {case.model.title}",
+        f"\n{case.num_tasks} tasks, {case.mix}{rank}, {case.num_steps} steps each, {facts['num_tokens']} tokens, "
+        f"{facts['length_source']}; {case.model.title}",
         f"{'contender':24}" + "".join(f"{title:>{width}}" for title, width, _, _ in _COLUMNS),
     ]
-    for row in result.figures():
-        row["peak_mebibytes"] = row["peak_bytes"] / 2**20
-        row["replicated_mebibytes"] = row["replicated_bytes"] and row["replicated_bytes"] / 2**20
-        cells = [_cell(row[field], width, style) for _, width, field, style in _COLUMNS]
+    for row in facts["contenders"]:
+        cells = [
+            f"{format(row[field], style) if row.get(field) else '-':>{width}}" for _, width, field, style in _COLUMNS
+        ]
         lines.append(f"{LABELS[row['contender']]:24}" + "".join(cells))
     return "\n".join(lines)
-
-
-def _cell(value: float | None, width: int, style: str) -> str:
-    return f"{'-' if value is None else format(value, style):>{width}}"

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.training.mux import quiet_arguments
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.workloads import ModelSpec
 
@@ -78,7 +79,7 @@ def measure_parts(configs: dict[str, Any], num_layers: int) -> tuple[float, ...]
 
 def measure_run(configs: dict[str, Any], backbone: Any, *, are_alike: bool) -> tuple[float, ...]:
     """Return seconds of making the trainer of all tasks, and of what lies before its first step."""
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from peft_mux import MultiTaskTrainer, Task
 
     rows = [{"input_ids": list(range(1, 65))}, {"input_ids": list(range(1, 49))}]
     tasks = [
@@ -94,9 +95,7 @@ def measure_run(configs: dict[str, Any], backbone: Any, *, are_alike: bool) -> t
     ]
     model = copy.deepcopy(backbone)
     with tempfile.TemporaryDirectory() as folder:
-        args = MultiTaskTrainingArguments(
-            output_dir=folder, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
-        )
+        args = quiet_arguments(folder)
         trainer, made_s = timed(lambda: MultiTaskTrainer(model, args, tasks), time.perf_counter)
         _, opened_s = timed(lambda: trainer._loop.opening.open(None), time.perf_counter)
     return made_s, opened_s

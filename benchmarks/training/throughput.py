@@ -38,18 +38,18 @@ import copy
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CLOCKS
+from benchmarks.harness import CLOCKS, rotated
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training import report
-from benchmarks.training.audit import NUM_STEPS, Audit, audit
+from benchmarks.training.audit import NUM_STEPS, audit
 from benchmarks.training.baselines import CONTENDERS, contender
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.timing import Run, use_clock
-from benchmarks.training.workloads import DEFAULT_DATA, LOSSES, MIXES, Case, ModelSpec
+from benchmarks.training.workloads import MIXES, Case, ModelSpec
 
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference of a loss; contenders were seen to differ by up to 1e-6."""
@@ -74,39 +74,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = []
     for mix in options.mix:
         for num_tasks in options.tasks:
-            case = Case(
-                mix,
-                num_tasks,
-                options.steps,
-                options.loss,
-                model,
-                options.batch_size,
-                str(options.data.resolve()),
-                options.seed,
-                options.rank,
-            )
-            results.append(measure(case, options.contenders, options.repeats, torch.get_num_threads()))
-            print(report.table(results[-1]), flush=True)
+            case = Case(mix, num_tasks, options.steps, model, options.batch_size, options.rank)
+            facts = measure(case, options.contenders, options.repeats, torch.get_num_threads())
+            results.append({**asdict(case), **facts})
+            print(report.table(case, facts), flush=True)
     given = [options.shape] if options.shape else []
     given += [f"rank-{options.rank}"] if options.rank else []
     name = "-".join(["throughput", *given, host_kind()])
-    write_result(name, {"cases": [result.to_json() for result in results]}, options.output)
+    write_result(name, {"cases": results}, options.output)
 
 
 def _model(options: argparse.Namespace) -> ModelSpec:
     if options.shape:
         return ModelSpec.of_shape(options.shape, options.layers)
-    return ModelSpec(
-        hidden_size=options.hidden_size,
-        num_layers=options.layers or ModelSpec().num_layers,
-        intermediate_size=options.intermediate_size,
-        num_heads=options.heads,
-        vocab_size=options.vocab_size,
-    )
+    size = options.hidden_size
+    return ModelSpec(hidden_size=size, num_layers=options.layers or 8, intermediate_size=size * 43 // 16)
 
 
-def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int) -> report.CaseResult:
-    """Audit all contenders, then time them in turns.
+def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int) -> dict[str, Any]:
+    """Audit all contenders, then time them in turns; return what was measured as plain values.
 
     Args:
         case: what to train on.
@@ -119,7 +105,7 @@ def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int)
     """
     audits = {}
     for name in names:
-        _print_progress(f"{case.mix}, {case.num_tasks} tasks: audit of {name}")
+        print(f"{case.mix}, {case.num_tasks} tasks: audit of {name}", file=sys.stderr, flush=True)
         audits[name] = audit(name, case, num_threads)
     check_equal_work({name: found.losses for name, found in audits.items()})
     backbone = case.model.build()
@@ -128,17 +114,25 @@ def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int)
         _run(name, backbone, warm_up)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for turn in range(num_rounds):
-        _print_progress(f"{case.mix}, {case.num_tasks} tasks: round {turn + 1} of {num_rounds}")
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
+        print(f"{case.mix}, {case.num_tasks} tasks: round {turn + 1} of {num_rounds}", file=sys.stderr, flush=True)
+        for name in rotated(names, turn):
             runs[name].append(_run(name, backbone, case))
     workload = case.workload()
-    return report.CaseResult(
-        case=case,
-        length_source=workload.length_source,
-        num_tokens=workload.num_tokens,
-        rows=[_row(name, runs[name], audits[name], workload.num_timed_tokens) for name in names],
-    )
+    rows = [
+        {
+            "contender": name,
+            "num_processed_tokens": runs[name][0].num_processed_tokens,
+            "num_tokens": workload.num_timed_tokens,
+            "steps_s": [run.steps_s for run in runs[name]],
+            "train_s": [run.train_s for run in runs[name]],
+            "peak_bytes": audits[name].peak_bytes,
+            "peak_mebibytes": audits[name].peak_bytes / 2**20,
+            "replicated_mebibytes": audits[name].replicated_bytes / 2**20 if name == "hf" else None,
+        }
+        for name in names
+    ]
+    report.add_figures(rows)
+    return {"length_source": workload.length_source, "num_tokens": workload.num_tokens, "contenders": rows}
 
 
 def check_equal_work(losses: dict[str, dict[str, list[float]]]) -> None:
@@ -180,25 +174,9 @@ def _first_difference(name: str, own: dict[str, list[float]], reference_name: st
     return []
 
 
-def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _run(name: str, backbone: Any, case: Case) -> Run:
     gc.collect()
     return contender(name)(lambda: copy.deepcopy(backbone), case.workload())
-
-
-def _row(name: str, runs: list[Run], found: Audit, num_tokens: int) -> report.Row:
-    return report.Row(
-        contender=name,
-        num_processed_tokens=runs[0].num_processed_tokens,
-        num_tokens=num_tokens,
-        steps_s=[run.steps_s for run in runs],
-        train_s=[run.train_s for run in runs],
-        peak_bytes=found.peak_bytes,
-        replicated_bytes=found.replicated_bytes if name == "hf" else None,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -208,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--tasks", type=int, nargs="+", default=[8], help="numbers of tasks to measure, such as 1 4 8 16 32")
     add("--mix", nargs="+", choices=MIXES, default=list(MIXES), help="kinds of workload")
-    add("--loss", choices=LOSSES, default="full", help="which tokens are targets")
     add("--steps", type=int, default=6, help="optimizer steps of each task in a timed run")
     add("--repeats", type=int, default=2, help="timed runs of each contender")
     add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="whom to measure")
@@ -226,12 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--layers", type=int, help="layers of the backbone; by default 8, or all of the shape")
     add("--clock", choices=CLOCKS, default="wall", help="what seconds are of; `processor` with `--threads 1` only")
-    add("--intermediate-size", type=int, default=1376, help="features inside the backbone's MLPs")
-    add("--heads", type=int, default=8, help="attention heads of the backbone")
-    add("--vocab-size", type=int, default=4096, help="words of the backbone's vocabulary")
     add("--threads", type=int, help="threads of torch; default is torch's own number")
-    add("--seed", type=int, default=0, help="fixes the rows")
-    add("--data", type=Path, default=DEFAULT_DATA, help="folder with the texts whose lengths are used")
     add("--output", type=Path, help="folder for the JSON file")
     return parser
 

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,6 @@ from benchmarks.training.timing import timed
 
 IGNORE_INDEX = -100
 MIXES = ("uniform", "nonuniform")
-LOSSES = ("full", "completion")
-DEFAULT_DATA = SHARED_DATA
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,6 @@ class TextSource:
         mean_tokens: mean of the synthetic log-normal.
         std_tokens: standard deviation of the synthetic log-normal.
         min_tokens: least length of synthetic rows.
-        completion_tokens: number of tokens of synthetic completions, end of sequence included.
     """
 
     name: str
@@ -103,7 +99,6 @@ class TextSource:
     mean_tokens: float
     std_tokens: float
     min_tokens: int
-    completion_tokens: int = 2
 
 
 SST2 = TextSource("sst2", 69, 29, 10, 10)
@@ -111,7 +106,7 @@ SOURCES = {
     "uniform": (SST2,),
     "nonuniform": (
         replace(SST2, max_tokens=64),
-        TextSource("openbookqa", 128, 47, 12, 20, 3),
+        TextSource("openbookqa", 128, 47, 12, 20),
         TextSource("rte", 256, 82, 43, 25),
     ),
 }
@@ -169,7 +164,6 @@ class Workload:
         mix: "uniform" or "nonuniform", see `make_workload`.
         tasks: the tasks, in the order in which all contenders take them.
         num_steps: number of optimizer steps of each task.
-        loss: "full" for all tokens as targets, "completion" for those of the completion only.
         length_source: where the lengths come from, for reports.
         learning_rate: rate of all tasks; high, so that two steps are enough to tell a wrong update from a right one.
     """
@@ -177,7 +171,6 @@ class Workload:
     mix: str
     tasks: tuple[TaskWorkload, ...]
     num_steps: int
-    loss: str
     length_source: str
     learning_rate: float = 5e-3
 
@@ -220,22 +213,16 @@ class Case:
         mix: "uniform" or "nonuniform", see `make_workload`.
         num_tasks: number of tasks.
         num_steps: number of optimizer steps of each task.
-        loss: "full" for all tokens as targets, "completion" for those of the completion only.
         model: shapes of the backbone.
         batch_size: number of sequences per optimizer step of a task; by default that of the mix.
-        data_folder: folder of the texts whose lengths are used, where it exists.
-        seed: fixes the rows of all tasks.
         rank: rank of all adapters; by default those of the mix.
     """
 
     mix: str
     num_tasks: int
     num_steps: int
-    loss: str
     model: ModelSpec
     batch_size: int | None = None
-    data_folder: str = str(DEFAULT_DATA)
-    seed: int = 0
     rank: int | None = None
 
     def workload(self) -> Workload:
@@ -245,10 +232,7 @@ class Case:
             num_tasks=self.num_tasks,
             num_steps=self.num_steps,
             vocab_size=self.model.vocab_size,
-            loss=self.loss,
             batch_size=self.batch_size,
-            data_folder=Path(self.data_folder),
-            seed=self.seed,
             rank=self.rank,
         )
 
@@ -269,10 +253,7 @@ def make_workload(
     num_tasks: int,
     num_steps: int,
     vocab_size: int,
-    loss: str = "full",
     batch_size: int | None = None,
-    data_folder: Path = DEFAULT_DATA,
-    seed: int = 0,
     rank: int | None = None,
 ) -> Workload:
     """Draw the rows of every task; more steps only add rows to those of fewer steps.
@@ -283,28 +264,25 @@ def make_workload(
         num_tasks: number of tasks to draw.
         num_steps: number of optimizer steps of each task.
         vocab_size: token ids are uniform below this.
-        loss: "full" for all tokens as targets, "completion" for those of the completion only.
         batch_size: sequences per optimizer step; by default that of the mix.
-        data_folder: holds `text/*.jsonl` and `gpt2-tokenizer/`; without it lengths are synthetic.
-        seed: fixes the rows of all tasks.
         rank: rank of all adapters; by default those of the mix.
     """
     rows_per_task = num_steps * (batch_size or BATCH_SIZES[mix])
     sources, ranks = SOURCES[mix], (rank,) if rank else RANKS[mix]
-    is_real = (data_folder / "text").is_dir() and (data_folder / "gpt2-tokenizer").is_dir()
+    is_real = (SHARED_DATA / "text").is_dir() and (SHARED_DATA / "gpt2-tokenizer").is_dir()
     tasks = []
     for index in range(num_tasks):
         source = sources[index % len(sources)]
-        draw = random.Random(f"{seed}-{mix}-{index}")
-        lengths = _real_lengths(source, data_folder) if is_real else _synthetic_lengths(source, seed)
-        rows = tuple(_row(draw.choice(lengths), loss, vocab_size, draw) for _ in range(rows_per_task))
+        draw = random.Random(f"0-{mix}-{index}")
+        lengths = _real_lengths(source) if is_real else _synthetic_lengths(source)
+        rows = tuple(_row(draw.choice(lengths), vocab_size, draw) for _ in range(rows_per_task))
         # Shifted once per cycle of sources, so that each data set meets each rank.
         own_rank = ranks[(index + index // len(sources)) % len(ranks)]
         tasks.append(
             TaskWorkload(f"{source.name}-{index}", source.name, own_rank, 100 + index, rows_per_task // num_steps, rows)
         )
     text = "GPT-2 BPE lengths of real rows" if is_real else "seeded synthetic log-normal lengths"
-    return Workload(mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})")
+    return Workload(mix, tuple(tasks), num_steps, f"{text} ({', '.join(source.name for source in sources)})")
 
 
 def random_workload(
@@ -335,47 +313,40 @@ def random_workload(
             ids = draw.choices(range(1, vocab_size), k=length_of(draw))
             rows.append({"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]]})
         tasks.append(TaskWorkload(f"task-{index}", "random", rank, 100 + index, batch_size, tuple(rows)))
-    return Workload(name, tuple(tasks), num_steps, "full", "random rows", learning_rate)
+    return Workload(name, tuple(tasks), num_steps, "random rows", learning_rate)
 
 
-def _row(length: tuple[int, int], loss: str, vocab_size: int, draw: random.Random) -> dict[str, list[int]]:
-    num_tokens, num_completion_tokens = length
+def _row(num_tokens: int, vocab_size: int, draw: random.Random) -> dict[str, list[int]]:
     input_ids = [draw.randrange(vocab_size) for _ in range(num_tokens)]
-    num_masked = 1 if loss == "full" else max(1, num_tokens - num_completion_tokens)
-    return {"input_ids": input_ids, "labels": [IGNORE_INDEX] * num_masked + input_ids[num_masked:]}
+    return {"input_ids": input_ids, "labels": [IGNORE_INDEX, *input_ids[1:]]}
 
 
 @cache
-def gpt2_tokenizer(data_folder: Path) -> Any:
+def gpt2_tokenizer() -> Any:
     """Return GPT-2's tokenizer from the folder of the real inputs."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    folder = data_folder / "gpt2-tokenizer"
+    folder = SHARED_DATA / "gpt2-tokenizer"
     tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
 
 
 @cache
-def _real_lengths(source: TextSource, data_folder: Path) -> list[tuple[int, int]]:
-    """Return (tokens, completion tokens) of each row of a data set, end of sequence included."""
-    tokenizer = gpt2_tokenizer(data_folder)
-    lines = (data_folder / "text" / f"{source.name}.train.jsonl").read_text(encoding="utf-8").splitlines()
+def _real_lengths(source: TextSource) -> list[int]:
+    """Return the tokens of each row of a data set, end of sequence included."""
+    tokenizer = gpt2_tokenizer()
+    lines = (SHARED_DATA / "text" / f"{source.name}.train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     prompts = tokenizer.encode_batch([row["prompt"] for row in rows])
     completions = tokenizer.encode_batch([row["completion"] for row in rows])
-    lengths = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        num_completion_tokens = len(completion.ids) + 1
-        num_tokens = min(len(prompt.ids) + num_completion_tokens, source.max_tokens)
-        lengths.append((num_tokens, num_completion_tokens))
-    return lengths
+    pairs = zip(prompts, completions, strict=True)
+    return [min(len(prompt.ids) + len(completion.ids) + 1, source.max_tokens) for prompt, completion in pairs]
 
 
 @cache
-def _synthetic_lengths(source: TextSource, seed: int) -> list[tuple[int, int]]:
+def _synthetic_lengths(source: TextSource) -> list[int]:
     spread = np.log1p((source.std_tokens / source.mean_tokens) ** 2)
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     drawn = draw.lognormal(np.log(source.mean_tokens) - spread / 2, np.sqrt(spread), size=2000)
-    lengths = np.clip(np.rint(drawn), source.min_tokens, source.max_tokens).astype(int)
-    return [(int(length), source.completion_tokens) for length in lengths]
+    return np.clip(np.rint(drawn), source.min_tokens, source.max_tokens).astype(int).tolist()

@@ -14,3 +14,12 @@ def test_a_checkout_trains_to_the_same_losses_as_itself(capfd: pytest.CaptureFix
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("uniform")]
     assert line.endswith("bit-equal losses")
     assert float(line.split("after / before")[1].split()[0]) > 0
+
+
+@pytest.mark.nightly
+def test_the_hosts_time_is_that_of_a_pass_that_launches_every_kernel(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    main(["--before", str(ROOT), "--steps", "2", "--warm", "1", "--mix", "host", "--layers", "2"])
+    # Seven layers in four groups: y, dB and dS of each layer; S and dA of each group, dx of all but the first.
+    launches = (2 * (3 * 7 + 3 * 4) - 1) / 2
+    assert f"{launches:.1f} Triton launches a layer, {launches:.1f} Triton" in capfd.readouterr().out

@@ -51,7 +51,16 @@ def test_a_rehearsal_finishes_every_part_and_finds_all_of_them_right(path: str, 
     command = ["-c", BLOCKED] if path == "slices" else ["-m", "benchmarks.gpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     environment["TRITON_INTERPRET"] = "1" if path == "kernels" else "0"
-    arguments = [*command, "--parts", *chosen, "--rehearse", "--output", str(tmp_path / "report.json")]
+    arguments = [
+        *command,
+        "--parts",
+        *chosen,
+        "--rehearse",
+        "--minutes",
+        "15",
+        "--output",
+        str(tmp_path / "report.json"),
+    ]
     done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.kernels import contenders, host_time
+from benchmarks.kernels import contenders
 from benchmarks.kernels import mux as kernel_mux
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.problem import CannotRunError, Problem, Result, Shape, errors
@@ -49,12 +49,3 @@ def test_a_baseline_may_be_skipped_and_our_kernels_may_not(monkeypatch: pytest.M
     problem.device = torch.device("cuda")
     with pytest.raises(CannotRunError, match="Triton"):
         kernel_mux.mux(problem)
-
-
-@pytest.mark.nightly
-def test_the_hosts_time_is_that_of_a_pass_that_launches_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("triton")
-    host_time.main(["--layers", "2", "--tasks", "2", "--passes", "4"])
-    # Seven layers in four groups: y, dB and dS of each layer; S and dA of each group, dx of all but the first.
-    launches = (2 * (3 * 7 + 3 * 4) - 1) / 2
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{launches:.1f} Triton launches a layer")

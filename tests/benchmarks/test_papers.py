@@ -11,7 +11,7 @@ from benchmarks.papers.runs import Contender, measure, steps_of
 from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.workloads import Case, ModelSpec
 
-CASE = Case("uniform", 2, 3, "full", ModelSpec(hidden_size=32, num_layers=1))
+CASE = Case("uniform", 2, 3, ModelSpec(hidden_size=32, num_layers=1))
 
 
 @pytest.mark.parametrize(

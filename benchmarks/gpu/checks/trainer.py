@@ -93,18 +93,11 @@ def _tasks(shape: Any) -> list[Any]:
 
 def _run(settings: Settings, shape: Any, tasks: Sequence[Any], dtype: torch.dtype, folder: Path) -> Outcome:
     """Train on a new backbone, as a user would."""
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+    from benchmarks.training.mux import quiet_arguments
+    from peft_mux import MultiTaskTrainer
 
     is_bf16 = dtype is torch.bfloat16
-    args = MultiTaskTrainingArguments(
-        output_dir=str(folder),
-        use_cpu=settings.device.type == "cpu",
-        bf16=is_bf16,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        report_to="none",
-    )
+    args = quiet_arguments(str(folder), use_cpu=settings.device.type == "cpu", bf16=is_bf16)
     recorder = StepWatch(settings.device, NUM_STEPS, 0)
     with counted_paths() as calls, stand_ins(settings):
         # In fp32 as Trainer's users hand it over: bf16 is autocast's part.

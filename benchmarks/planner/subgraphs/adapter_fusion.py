@@ -38,8 +38,8 @@ class FusedBucket:
         launches: the order of Algorithm 1 over `graphs`.
         makespan_s: seconds that `launches` takes on two streams.
         unfused_makespan_s: seconds that it would take without fusion across hTasks.
-        fused_sites: sites that were fused across hTasks, in the order in which they were tried.
-        rejected_sites: sites whose fusion would have closed a cycle or made the makespan longer.
+        fused_sites: sites that were fused across hTasks, in the order in which they were tried; fusion of the
+            others would have closed a cycle or made the makespan longer.
     """
 
     graphs: Graphs
@@ -47,7 +47,6 @@ class FusedBucket:
     makespan_s: float
     unfused_makespan_s: float
     fused_sites: tuple[str, ...]
-    rejected_sites: tuple[str, ...]
 
 
 def fused_latency_s(adapters: Sequence[Operator]) -> float:
@@ -107,7 +106,6 @@ def fuse_adapters(htasks: Sequence[OperatorGraph]) -> FusedBucket:
     launches = schedule(graphs)
     makespan_s = unfused_makespan_s = simulate_streams(launches, graphs).makespan_s
     fused_sites: list[str] = []
-    rejected_sites: list[str] = []
     # Case 2 holds only where every hTask of the bucket has a single task.
     if all(len(graph.tasks) == 1 for graph in bucket):
         # By depth: each fusion is judged on top of those that were kept before it.
@@ -120,9 +118,7 @@ def fuse_adapters(htasks: Sequence[OperatorGraph]) -> FusedBucket:
                 if tried_s <= makespan_s * (1 + _TOLERANCE):
                     graphs, launches, makespan_s = tried, tried_launches, tried_s
                     fused_sites.append(site)
-                    continue
-            rejected_sites.append(site)
-    return FusedBucket(graphs, launches, makespan_s, unfused_makespan_s, tuple(fused_sites), tuple(rejected_sites))
+    return FusedBucket(graphs, launches, makespan_s, unfused_makespan_s, tuple(fused_sites))
 
 
 def fuse_site(graphs: Sequence[Sequence[Subgraph]], site: str) -> Graphs | None:

@@ -22,7 +22,6 @@ from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.costs.latency import all_reduce_s
 from peft_mux.scheduler.costs.profile import analytic_profile, launch_s
 
-LINEARS = ("qkv", "output", "gate_up", "down")
 # Megatron-LM's cut: row-parallel layers add up results in the forward pass, column-parallel ones gradients of their
 # input in the backward pass.
 _ALL_REDUCE_AFTER = {"forward": ("output", "down"), "backward": ("gate_up", "qkv")}

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from benchmarks.training.timing import Run
-
-if TYPE_CHECKING:
-    from benchmarks.training.workloads import Workload
 
 ModelFactory = Callable[[], Any]
 
 
-class Contender(Protocol):
-    """Trains every task of a workload."""
-
-    def __call__(self, model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
-        """Build a model, train, and say what was done."""
-        ...
-
+Contender = Callable[..., Run]
+"""Trains every task of a workload."""
 
 _PLACES = {
     "hf": ("benchmarks.training.baselines.hf_trainer", "run_hf_trainer"),

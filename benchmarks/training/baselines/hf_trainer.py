@@ -11,6 +11,7 @@ import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class StepClock(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Note the time at which a step ended."""
         self.ends_s.append(now_s())
+
+    @property
+    def least_s(self) -> float:
+        """The least seconds of a step but the first."""
+        return min(after - before for before, after in pairwise(self.ends_s))
 
     @property
     def steps_s(self) -> float:

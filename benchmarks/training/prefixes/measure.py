@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import in_own_process
+from benchmarks.harness import in_own_process, in_turns
 from benchmarks.training.audit import measured_peak
 from benchmarks.training.baselines import Contender
 from benchmarks.training.baselines.hf_trainer import run_hf_trainer
@@ -76,12 +76,10 @@ class Steps:
         self.trainer = trainer_for(model.build, workload, folder, False, share_prefixes=share_prefixes)
         self.trainer._loop.opening.open(None)
 
-    def take(self) -> tuple[float, dict[str, float]]:
-        """Take a step; return its seconds of the processor, and the losses before its update."""
-        start_s = now_s()
+    def take(self) -> dict[str, float]:
+        """Take a step; return the losses before its update."""
         self.trainer._loop.train_step()
-        seconds = now_s() - start_s
-        return seconds, {run.name: run.last_loss for run in self.trainer.table}
+        return {run.name: run.last_loss for run in self.trainer.table}
 
     @property
     def computed(self) -> float:
@@ -105,7 +103,7 @@ def workload_of(set_up: SetUp, num_tasks: int, num_steps: int) -> tuple[Workload
         )
         for number, own in enumerate(found)
     )
-    return Workload(set_up.name, tasks, num_steps, "completion", "texts", learning_rate=1e-3), found
+    return Workload(set_up.name, tasks, num_steps, "texts", learning_rate=1e-3), found
 
 
 def ideal_gain(found: Sequence[Batches]) -> tuple[float, float]:
@@ -127,25 +125,21 @@ def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, wit
     tokens, ideal = ideal_gain(found)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         runs = Steps(model, workload, one, "auto"), Steps(model, workload, other, False)
-        losses = [[run.take()[1] for _ in range(WARM_STEPS)] for run in runs]
+        losses = [[run.take() for _ in range(WARM_STEPS)] for run in runs]
         _compare(set_up.name, "share_prefixes=False", losses[0], losses[1])
         others = _OTHERS if with_hf and set_up.objective == "sft" else {}
         in_turn = {name: _in_turn_s(name, set_up, model, num_tasks, losses[0]) for name in others}
         gc.collect()
-        times: list[tuple[float, float]] = []
-        for turn in range(rounds):
-            order = runs if turn % 2 == 0 else runs[::-1]
-            taken = {run: run.take()[0] for run in order}
-            times.append((taken[runs[0]], taken[runs[1]]))
+        times = in_turns({"shared": runs[0].take, "not": runs[1].take}, rounds, now_s, num_warm=0)
         computed = runs[0].computed
     del runs
-    gains = [unshared / shared for shared, unshared in times]
+    gains = [unshared / shared for shared, unshared in zip(times["shared"], times["not"], strict=True)]
     peaks = None
     if with_memory:
         peaks = _peak(set_up.name, model, num_tasks, "auto"), _peak(set_up.name, model, num_tasks, False)
     return Found(
         set_up.name, num_tasks, tokens, ideal, computed, median(gains), gains,
-        median(shared for shared, _ in times), in_turn.get("HF's Trainer"), in_turn.get("TRL's"), peaks,
+        median(times["shared"]), in_turn.get("HF's Trainer"), in_turn.get("TRL's"), peaks,
     )  # fmt: skip
 
 

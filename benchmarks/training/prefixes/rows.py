@@ -233,5 +233,5 @@ def sequences_of(row: Row) -> list[list[int]]:
 
 @cache
 def _encoder() -> Callable[[str], list[int]]:
-    tokenizer = gpt2_tokenizer(SHARED_DATA)
+    tokenizer = gpt2_tokenizer()
     return lambda text: tokenizer.encode(text).ids

@@ -1,14 +1,16 @@
-"""One of the processes of `benchmarks.kernels.host_time`: runs one checkout's passes where a GPU only seems to be.
+"""As `checkout_steps.py`, for the mix `host`: the host's time of a pass on the path that CUDA takes, without a GPU.
 
-    python -P host_passes.py CHECKOUT ROOT SETTING
+    python -P host_passes.py CHECKOUT ROOT host [SHAPE LAYERS]
 
-Each line that is read starts a pass of the multiplexed model and one of the plain backbone; each line that is written
-says what they took, in processor seconds, and how many kernels Triton was asked to launch.
+Below a few thousand tokens a pass it is not the GPU but the host, which launches its work, that sets the speed. Here
+tensors are so small that their arithmetic on a CPU vanishes; Triton's launches take the way that they take on a GPU up
+to the driver, which a stand-in replaces; attention over the stream does nothing as well, but is called, saved
+for and differentiated as the real one. What is left is what the host does: Python, autograd, a call an operation.
+Seconds are of forward and backward of a layer; the last line says how many kernels Triton was asked to launch for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -16,13 +18,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-_ATTENTION = "host_time"
-_WARM_UP_S = 0.03
-
 
 def main() -> None:
     """Run a pass for each line that is read."""
-    checkout, _, setting = sys.argv[1:]
+    checkout, _, _, *shape = sys.argv[1:]
+    num_layers = int(shape[1]) if shape else 32
     warnings.simplefilter("ignore")
     sys.path.insert(0, checkout)
     import peft_mux
@@ -33,20 +33,15 @@ def main() -> None:
     torch.set_num_threads(1)
     count = stand_in_for_driver()
     stand_in_for_device()
-    multiplexed, plain = passes(json.loads(setting))
-    for _ in sys.stdin:
+    run = pass_of(num_layers)
+    for _ in range(int(input())):
+        input()
         # The processes take turns, and the first milliseconds after a wait are slow: they belong to no contender.
-        woken_s = time.process_time()
-        while time.process_time() - woken_s < _WARM_UP_S:
-            plain()
-        count[0] = 0
-        forward_s, backward_s = multiplexed()
-        num_launches = count[0]
-        started_s = time.process_time()
-        plain()
-        plain_s = time.process_time() - started_s
-        found = {"forward": forward_s, "backward": backward_s, "plain": plain_s, "launches": num_launches}
-        print(json.dumps(found), flush=True)
+        run()
+        count[0], started_s = 0, time.process_time()
+        run()
+        print(json.dumps((time.process_time() - started_s) / num_layers), flush=True)
+    print(json.dumps(f"{count[0] / num_layers:.1f} Triton launches a layer"), flush=True)
 
 
 class _Kernel:
@@ -102,9 +97,8 @@ def stand_in_for_driver() -> list[int]:
 
 
 def stand_in_for_device() -> None:
-    """Let layers take the kernels, and attention one call that computes nothing, also in the plain backbone."""
+    """Let layers take the kernels, and attention one call that computes nothing."""
     import torch
-    from transformers import AttentionInterface
 
     from peft_mux.modeling.adapters.lora import lora_pass
     from peft_mux.modeling.attention import packed
@@ -124,17 +118,13 @@ def stand_in_for_device() -> None:
     def attention(q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
         return Attention.apply(q, k, v)
 
-    def plain_attention(module: Any, q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
-        return attention(*(x[0].transpose(0, 1) for x in (q, k, v))).unsqueeze(0), None
-
-    AttentionInterface.register(_ATTENTION, plain_attention)
     lora_pass.runs_kernels = lambda device: True
     packed.varlen_support = lambda *arguments, **options: None
     packed.varlen_attention = attention
 
 
-def passes(setting: dict[str, Any]) -> tuple[Callable[[], tuple[float, float]], Callable[[], None]]:
-    """Return a pass of many tasks, which returns its seconds forward and backward, and one of the plain backbone."""
+def pass_of(num_layers: int) -> Callable[[], None]:
+    """Return forward and backward of eight tasks over a Llama of tiny widths, in bf16 with adapters of rank 16."""
     import torch
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -142,38 +132,20 @@ def passes(setting: dict[str, Any]) -> tuple[Callable[[], tuple[float, float]], 
     from peft_mux.data.collator import ChunkPackingCollator
     from peft_mux.modeling.model import MultiTaskPeftModel
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=setting["layers"], pad_token_id=0, **sizes)
-    dtype = getattr(torch, setting["dtype"])
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=num_layers, num_key_value_heads=2, pad_token_id=0, **sizes)
     torch.manual_seed(0)
-    adapter = LoraConfig(r=setting["rank"], lora_dropout=setting["dropout"], target_modules="all-linear")
-    configs = {f"t{index}": adapter for index in range(setting["tasks"])}
-    backbones = [LlamaForCausalLM(config).to(dtype).requires_grad_(False).train() for _ in range(2)]
-    backbones[1].config._attn_implementation = _ATTENTION
-    model = MultiTaskPeftModel(backbones[0], configs, seeds=dict.fromkeys(configs, 0), verify=False).train()
-    rows = [{"task": name, "input_ids": [1 + number % 60, 2]} for number, name in enumerate(configs)]
-    batch = ChunkPackingCollator()(rows)
+    configs = {f"t{index}": LoraConfig(r=16, target_modules="all-linear") for index in range(8)}
+    backbone = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False).train()
+    model = MultiTaskPeftModel(backbone, configs, seeds=dict.fromkeys(configs, 0), verify=False).train()
+    batch = ChunkPackingCollator()([{"task": name, "input_ids": [1, 2]} for name in configs])
 
-    def precision() -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-    def multiplexed() -> tuple[float, float]:
-        started_s = time.process_time()
-        with precision():
+    def run() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             losses = model(batch).losses
-        middle_s = time.process_time()
         losses.sum().backward()
-        return middle_s - started_s, time.process_time() - middle_s
 
-    def plain() -> None:
-        backbone = backbones[1].model
-        with precision():
-            # As below adapters, activations need gradients, and weights need none.
-            inputs = backbone.embed_tokens(batch.input_ids).requires_grad_()
-            out = backbone(inputs_embeds=inputs, position_ids=batch.position_ids, use_cache=False)
-        out.last_hidden_state.sum().backward()
-
-    return multiplexed, plain
+    return run
 
 
 if __name__ == "__main__":
