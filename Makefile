@@ -11,7 +11,7 @@ TESTS ?= not slow and not nightly and not gpu
 # What has been compiled is kept for the processes that tests start, and for the next run.
 test test-nightly test-times attack: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-nightly test-times attack lint types shape docs bench clean
+.PHONY: demo serve-demo test test-nightly test-times attack lint types shape docs bench clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -30,6 +30,10 @@ $(VENV)/.ready: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m peft_mux demo
+
+# A fine-tuning service with two tenants, killed and started again while they train; each equal to alone.
+serve-demo: $(VENV)/.ready
+	@$(BIN)/python examples/serve_demo.py
 
 # Tests of real inputs read ../shared/data, and are skipped where there is none.
 test: $(VENV)/.ready

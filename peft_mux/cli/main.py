@@ -173,6 +173,22 @@ def _parse(given: list[str]) -> argparse.Namespace:
             "--next", action="store_true", help="if no process trains, leave it for peft-mux train --resume"
         )
 
+    words = "serve fine-tuning to clients of the Tinker API, whose tenants share every pass"
+    service = _command(commands, "serve", "serve.serve", words)
+    service.add_argument("model", nargs="?", metavar="MODEL", help="hub id or folder of a causal language model")
+    service.add_argument("--store", default="runs/serve", help="folder of the service (runs/serve)")
+    service.add_argument("--served-name", action="append", default=[], metavar="NAME", help="name for clients (MODEL)")
+    service.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    service.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
+    service.add_argument("--dtype", default="auto", help="dtype of the model (auto)")
+    service.add_argument("--max-models", type=int, default=64, metavar="N", help="most models open at once (64)")
+    service.add_argument("--piece-tokens", type=int, default=4096, metavar="N", help="most of a call in a pass (4096)")
+    service.add_argument("--pass-tokens", type=int, default=16_384, metavar="N", help="most of a pass (16384)")
+    words = "share of the time for sampling while there is training (0.5)"
+    service.add_argument("--sample-share", type=float, default=0.5, metavar="N", help=words)
+    service.add_argument("--key", help="a key for development; with --status the key to ask with")
+    service.add_argument("--status", metavar="URL", help="show what a server does, and the tokens of each model")
+
     service_keys = _command(commands, "keys", "serve.keys", "make, list or revoke the keys of a service")
     service_keys.add_argument("action", choices=["create", "list", "revoke"], help="what to do")
     service_keys.add_argument("name", nargs="?", help="name of the key, which is its tenant")

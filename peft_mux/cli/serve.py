@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import urllib.error
+import urllib.request
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -39,3 +43,50 @@ def keys(arguments: argparse.Namespace) -> int:
     )
     print(f"The key of {arguments.name}; it is not shown again:\n{key}")
     return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model until the process is asked to end, or show what a server does; return the exit status.
+
+    Raises:
+        ConfigError: if a setting cannot be used, or the server does not answer.
+    """
+    if arguments.status is not None:
+        print(json.dumps(_status(arguments.status, arguments.key), indent=2))
+        return 0
+    if arguments.model is None:
+        raise ConfigError("serve needs a MODEL: a folder or hub id of a causal language model.")
+    counts = {name: getattr(arguments, name) for name in ("max_models", "piece_tokens", "pass_tokens")}
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+    if not 0 < arguments.sample_share < 1:
+        raise ConfigError(f"--sample-share must be above 0 and below 1, got {arguments.sample_share}.")
+    try:
+        app = importlib.import_module("peft_mux.serve.app")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serve needs {error.name}. Install the extra: pip install 'peft-mux[serve]'") from error
+    app.serve(
+        arguments.model,
+        Path(arguments.store),
+        names=tuple(arguments.served_name),
+        host=arguments.host,
+        port=arguments.port,
+        dtype=arguments.dtype,
+        key=arguments.key,
+        sample_share=arguments.sample_share,
+        **counts,
+    )
+    return 0
+
+
+def _status(url: str, key: str | None) -> object:
+    """Return what a server says of itself."""
+    asked = urllib.request.Request(f"{url.rstrip('/')}/api/v1/status", headers={"X-API-Key": key or ""})
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return json.load(answer)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"--status must be the address of a server that accepts the --key, got {url} ({error})."
+        ) from error

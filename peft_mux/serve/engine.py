@@ -1,0 +1,772 @@
+"""The engine: one thread that owns the model, and in which the requests of all tenants share passes.
+
+A round of its loop does everything whose turn it is: it makes, loads and wakes models, steps all models that ask for a
+step together, computes one pass with at most one piece of each call, and then samples for its share of the time.
+Models of tenants that have had fewer tokens lately come first.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+import torch
+
+from peft_mux.calls import AdamSettings, Call, CallFailure, Calls, Example, Frozen
+from peft_mux.errors import CheckpointError, ConfigError, DataError, is_integer, is_real, shown
+from peft_mux.modeling.generation.decoding import generate
+from peft_mux.modeling.generation.options import GenerationRequest, SamplingOptions
+from peft_mux.serve.checkpoints import (
+    Writer,
+    delete_folder,
+    read_adapter,
+    write_adapter,
+)
+from peft_mux.serve.ledger import SERVER, USER, Ledger, digest, finish_request
+from peft_mux.serve.losses import example_of, loss_of
+from peft_mux.serve.models import Model, Models, Request, request_of
+from peft_mux.serve.wire import read_training_request, write_samples, write_training_result
+from peft_mux.storage import crashpoint, remove_stale
+
+_WAVE_S = 0.002
+_HALF_LIFE_S = 60.0
+"""Seconds after which tokens of a tenant count half for fairness."""
+_LIMITS_S = 5.0
+_MOST_SAMPLED_TOKENS = 2**14
+"""Most tokens of prompts and completions of a batch that is sampled; a larger request is a batch by itself."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a service.
+
+    Attributes:
+        served_names: names of the base model; the first one is the main one.
+        max_models: most models open at once.
+        piece_tokens: most tokens of a call in a pass.
+        pass_tokens: most tokens of a pass.
+        sample_share: share of the time for sampling while there is training, too.
+    """
+
+    served_names: tuple[str, ...]
+    max_models: int = 64
+    piece_tokens: int = 4096
+    pass_tokens: int = 16_384
+    sample_share: float = 0.5
+
+
+@dataclass(frozen=True)
+class TrainingCall:
+    """A training request, read.
+
+    Attributes:
+        examples: its rows.
+        loss: its loss.
+        backward: whether it adds gradients.
+    """
+
+    examples: Sequence[Example]
+    loss: Callable[[Any], Any]
+    backward: bool
+
+
+def read_training_call(body: bytes) -> TrainingCall:
+    """Read a training request.
+
+    Raises:
+        ConfigError: if its loss or a setting is not served.
+        DataError: naming a row that cannot be used.
+    """
+    request = read_training_request(body)
+    loss = loss_of(request.loss_fn, request.loss_fn_config)
+    examples = [
+        Example(*example_of(row, request.loss_fn, f"data[{number}]")) for number, row in enumerate(request.rows())
+    ]
+    if not examples:
+        raise DataError("data must have at least one row, got none.")
+
+    def guarded(outputs: Any) -> Any:
+        crashpoint("mid_pass")
+        return loss(outputs)
+
+    return TrainingCall(examples, guarded, not request.forward_only)
+
+
+@dataclass(frozen=True)
+class SampleCall:
+    """A sampling request, read.
+
+    Attributes:
+        prompt: token ids.
+        options: how completions are drawn.
+        num_samples: number of completions.
+        seed: that of the first one, the others follow; `None` for one made of the request's id.
+        wants_prompt: whether log-probabilities of the prompt are wanted.
+        num_scored: of how many of its last tokens.
+    """
+
+    prompt: list[int]
+    options: SamplingOptions
+    num_samples: int
+    seed: int | None
+    wants_prompt: bool
+    num_scored: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that it computes."""
+        return len(self.prompt) + self.num_samples * self.options.max_new_tokens
+
+
+def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) -> SampleCall:
+    """Read a sampling request.
+
+    Args:
+        body: its JSON.
+        context: most tokens of a prompt with its completion; `None` for no limit.
+        num_words: size of the vocabulary.
+
+    Raises:
+        ConfigError: naming the field that cannot be used, or is not served.
+    """
+
+    def refuse(where: str, allowed: str, got: Any, fix: str = "") -> NoReturn:
+        raise ConfigError(f"{where} must be {allowed}, got {shown(got)}. {fix}".rstrip())
+
+    for name, fix in _NOT_SAMPLED.items():
+        if body.get(name):
+            refuse(name, "left out", body[name], fix)
+    prompt: list[int] = []
+    for number, chunk in enumerate(body["prompt"].get("chunks", ())):
+        if not isinstance(chunk, Mapping) or chunk.get("type", "encoded_text") != "encoded_text":
+            kind = chunk.get("type") if isinstance(chunk, Mapping) else chunk
+            refuse(f"prompt.chunks[{number}]", "text", kind, "Images and audio are not served: send token ids.")
+        tokens = chunk.get("tokens")
+        if not isinstance(tokens, list) or not all(is_integer(token, 0, num_words - 1) for token in tokens):
+            refuse(f"prompt.chunks[{number}].tokens", f"a list of token ids from 0 to {num_words - 1}", tokens)
+        prompt += tokens
+    if not prompt:
+        refuse("prompt", "at least one token", "none")
+    given = dict(body["sampling_params"])
+    for name in given:
+        if name not in _SAMPLING:
+            refuse(f"sampling_params.{name}", f"one of {', '.join(_SAMPLING)}", given[name])
+    room = _MOST_NEW_TOKENS if context is None else context - len(prompt)
+    max_tokens = room if given.get("max_tokens") is None else given["max_tokens"]
+    if not is_integer(max_tokens, 1, room):
+        allowed = f"an integer from 1 to {room} for {len(prompt)} tokens of prompt and a context of {context}"
+        refuse("sampling_params.max_tokens", allowed, max_tokens, "Shorten the prompt." if room < 1 else "")
+    num_samples, seed, stop = body.get("num_samples", 1), given.get("seed"), given.get("stop")
+    temperature, top_k, top_p = given.get("temperature", 1.0), given.get("top_k", -1), given.get("top_p", 1.0)
+    for name, value, least, most in (
+        ("num_samples", num_samples, 1, 1024),
+        ("sampling_params.seed", 0 if seed is None else seed, -(2**63), 2**64 - 1),
+        ("sampling_params.top_k", top_k, -1, 10**6),
+    ):
+        if not is_integer(value, least, most):
+            refuse(name, f"an integer from {least} to {most}", value)
+    if not is_real(temperature) or temperature < 0:
+        refuse("sampling_params.temperature", "a finite number of at least 0", temperature)
+    if not is_real(top_p) or not 0 < top_p <= 1:
+        refuse("sampling_params.top_p", "above 0 and at most 1", top_p)
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    are_texts = all(isinstance(one, str) and one for one in stops)
+    if not isinstance(stops, list) or not (are_texts or all(is_integer(one, 0, 2**31 - 1) for one in stops)):
+        refuse("sampling_params.stop", "a text, a list of texts, or a list of token ids", stop)
+    scored = len(prompt) - 1 if body.get("prompt_logprobs") else 0
+    if (last := body.get("prompt_logprobs_last_n")) is not None:
+        if not body.get("prompt_logprobs") or not is_integer(last, 1, len(prompt) - 1):
+            refuse("prompt_logprobs_last_n", f"from 1 to {len(prompt) - 1} with prompt_logprobs", last)
+        scored = last
+    # Settings of draws are refused where the likeliest token is taken, whatever they are.
+    draws = {"do_sample": True, "temperature": temperature, "top_k": max(0, top_k), "top_p": top_p}
+    options = SamplingOptions(
+        max_new_tokens=max_tokens,
+        stop_strings=stops if are_texts else (),
+        # What is given replaces the end of a text, which then is a token like others.
+        eos_token_id=None if stop is None else [_NO_TOKEN] if are_texts else [int(one) for one in stops],
+        **(draws if temperature > 0 else {}),
+    )
+    wants_prompt = bool(body.get("prompt_logprobs"))
+    return SampleCall(prompt, options, num_samples, None if seed is None else seed % 2**63, wants_prompt, scored)
+
+
+_SAMPLING = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
+_NOT_SAMPLED = {
+    "topk_prompt_logprobs": "Score the tokens with forward and several targets a token.",
+    "topk_sample_logprobs": "Score the tokens with forward and several targets a token.",
+    "target_prompt_logprobs": "Score the tokens with forward and several targets a token.",
+    "prompt_alt_tokens_k": "Ask for topk_prompt_logprobs.",
+    "record_stability_info": "It belongs to stable_reinforce, which is not served. Use importance_sampling.",
+    "base_model": "Make a sampling session.",
+    "model_path": "Make a sampling session.",
+}
+_MOST_NEW_TOKENS = 2**20
+_NO_TOKEN = 10**6
+"""No vocabulary has it."""
+
+
+def read_adam(body: Mapping[str, Any]) -> AdamSettings:
+    """Return the settings of a step.
+
+    Raises:
+        ConfigError: naming what is not served.
+    """
+    given = next((body[name] for name in ("adam_params", "optimizer_params", "optim_params") if body.get(name)), {})
+    names = {"grad_clip_norm": "max_grad_norm"}
+    if given.get("type", "adamw") != "adamw":
+        raise ConfigError(f"optimizer_params.type must be adamw, got {shown(given['type'])}. Use tinker.AdamParams.")
+    known = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    for name in given:
+        if name not in (*known, "type"):
+            raise ConfigError(f"adam_params.{name} must be one of {', '.join(known)}, got {shown(given[name])}.")
+    return AdamSettings(
+        **{"learning_rate": 1e-4, **{names.get(name, name): given[name] for name in known if name in given}}
+    )
+
+
+class Engine:
+    """Serves a base model in a thread of its own.
+
+    Args:
+        calls: the door to the model.
+        tokenizer: for stop strings; `None` without one.
+        modules: the backbone's modules, from `modules_of`.
+        ledger: the ledger of the store.
+        store: folder of the service.
+        settings: see `Settings`.
+        notify: called with ids of requests that are answered, from any thread.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        tokenizer: Any,
+        modules: dict[str, list[str]],
+        ledger: Ledger,
+        store: Path,
+        settings: Settings,
+        notify: Callable[[list[str]], None],
+    ) -> None:
+        self._calls, self._ledger, self._store, self._settings, self._notify = calls, ledger, store, settings, notify
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.writer = Writer()
+        self.models = Models(calls, ledger, self.writer, store, modules, settings.max_models, self._inbox.put)
+        self.modules = modules
+        config = calls.model.backbone.config.get_text_config()
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.num_words: int = config.vocab_size
+        self._finished: list[tuple[Request, bytes, str | None, dict[str, int]]] = []
+        self._usage: dict[str, float] = {}
+        self._usage_at = time.monotonic()
+        self._known_limits: dict[str, tuple[tuple[int | None, int | None], float]] = {}
+        self.requests: dict[str, Request] = {}
+        self._tokenizer = tokenizer
+        self._waiting: list[Request] = []
+        self._most_sampled_tokens = _MOST_SAMPLED_TOKENS
+        self.passes: deque[tuple[float, float, int, int]] = deque(maxlen=10_000)
+        self.failure = ""
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ------------------------------------------------------------------ other threads
+
+    def start(self) -> None:
+        """Clean up after a crash, queue what the ledger has, and start."""
+        for folder in (self._store / "checkpoints", self._store / "samplers", *(self._store / "models").glob("*")):
+            if folder.is_dir():
+                remove_stale(folder)
+        for row in self._ledger.read("SELECT * FROM requests WHERE state = 'queued' ORDER BY number"):
+            self.put(request_of(row))
+        self._thread.start()
+
+    def put(self, request: Request) -> None:
+        """Take a request that is in the ledger."""
+        self._inbox.put(lambda: self._take(request))
+
+    def nudge(self) -> None:
+        """Look again at what waits, as a limit may have changed."""
+        self._inbox.put(lambda: None)
+
+    def stop(self) -> None:
+        """Write the state of each open model, and end."""
+
+        def end() -> None:
+            self._is_stopping = True
+
+        self._inbox.put(end)
+        self._thread.join()
+        self.writer.close()
+
+    def waits_for(self, request_id: str) -> tuple[str, str]:
+        """Return the state of a request that is not answered, and why it waits, as polls report it."""
+        request = self.requests.get(request_id)
+        if self.writer.reason or request is None:
+            return "paused_capacity" if self.writer.reason else "active", self.writer.reason
+        model = self.models.by_id.get(request.target)
+        if model is not None and request.seq > model.next_seq:
+            missing = "" if model.next_seq in model.queue or model.running else ", which has not arrived"
+            return request.waits_for[0], f"request {model.next_seq} of the model comes first{missing}"
+        return request.waits_for
+
+    def queued_tokens_of(self, key: str) -> int:
+        """Return how many tokens of a tenant wait or run."""
+        return sum(request.num_tokens for request in list(self.requests.values()) if request.key == key)
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            did_something, earned_s = True, 0.0
+            while not self._is_stopping:
+                self._drain(wait=not did_something)
+                start = time.perf_counter()
+                did_something = self._heads() | self._pass()
+                # Sampling spends the seconds that it has earned while there was training.
+                share, seconds = self._settings.sample_share, time.perf_counter() - start
+                earned_s = earned_s + seconds * share / (1 - share) if did_something else 0.0
+                start = time.perf_counter()
+                if earned_s >= 0.0 and self._sample():
+                    did_something = True
+                    earned_s -= time.perf_counter() - start
+                self._flush()
+                self.models.age_snapshots()
+                self.models.forget_idle()
+            for model in self.models.open_models:
+                if model.is_dirty and not model.running:
+                    self.models.snapshot(model, model.next_seq - 1)
+        except BaseException as error:  # a bug, or the device: the process ends, and the ledger has everything
+            traceback.print_exc(file=sys.stderr)
+            self.failure = f"{type(error).__name__}: {error}"
+            self._notify([])
+
+    def _drain(self, *, wait: bool) -> None:
+        """Run what other threads have handed in; an idle engine waits for it, and then 2 ms for more."""
+        until = None
+        while True:
+            try:
+                if until is not None:
+                    act = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+                elif wait:
+                    act = self._inbox.get(timeout=1.0)
+                    until = time.monotonic() + _WAVE_S
+                else:
+                    act = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            act()
+
+    def _take(self, request: Request) -> None:
+        self.requests[request.id] = request
+        if request.kind == "asample":
+            self._waiting.append(request)
+        else:
+            self.models.get(request.target).queue[request.seq] = request
+
+    def _finish(self, request: Request, result: bytes | Any, category: str | None = None, **tokens: int) -> None:
+        """Answer a request; the answer of one that runs again was given already."""
+        self.requests.pop(request.id, None)
+        if not request.is_replay:
+            payload = result if isinstance(result, bytes) else json.dumps(result).encode()
+            self._finished.append((request, payload, category, tokens))
+
+    def _fail(self, request: Request, reason: str, category: str = USER) -> None:
+        self._finish(request, reason.encode(), category)
+
+    def _flush(self) -> None:
+        """Commit the answers of this round, and notify who waits for them."""
+        batch, self._finished = self._finished, []
+        if batch:
+            crashpoint("before_result")
+            self._commit(batch)
+
+    def _commit(self, batch: list[tuple[Request, bytes, str | None, dict[str, int]]]) -> None:
+        def write(connection: Any) -> None:
+            for request, result, category, tokens in batch:
+                finish_request(connection, request.id, result, category, **tokens)
+
+        def after(future: Future[None]) -> None:
+            if future.exception() is None:
+                self._notify([request.id for request, *_ in batch])
+            else:  # no space: the answers wait in memory until there is some
+                threading.Timer(1.0, self._commit, [batch]).start()
+
+        self._ledger.write(write).add_done_callback(after)
+
+    # ------------------------------------------------------------------ models
+
+    def _by_fairness(self, models: Sequence[Model]) -> list[Model]:
+        """Return models of tenants with fewer tokens of late first."""
+        now = time.monotonic()
+        decay, self._usage_at = 0.5 ** ((now - self._usage_at) / _HALF_LIFE_S), now
+        self._usage = {key: tokens * decay for key, tokens in self._usage.items() if tokens > 1.0}
+        return sorted(models, key=lambda model: self._usage.get(model.key, 0.0))
+
+    def _heads(self) -> bool:
+        """Do everything whose turn it is except passes; return whether anything was done."""
+        did_something = False
+        steps: dict[str, tuple[Model, Request, AdamSettings]] = {}
+        for model in self._by_fairness([own for own in self.models.by_id.values() if own.queue or own.is_wanted]):
+            while not model.running and model.name not in steps:
+                if not model.is_open and not model.has_tail:
+                    if not self._has_place(next(iter(model.queue.values()), None)):
+                        break
+                    self.models.wake(model)
+                    did_something = True
+                model.is_wanted = False
+                request = model.queue.get(model.next_seq)
+                if request is None or not self._may_run(request) or not self._run_head(model, request, steps):
+                    break
+                did_something = True
+        if steps:
+            self._step(steps)
+        return did_something
+
+    def _run_head(self, model: Model, request: Request, steps: dict[str, Any]) -> bool:
+        """Do what a request whose turn it is asks for, or begin to; return `False` if it must wait."""
+        # A step that had failed may have dropped gradients, so it runs again.
+        is_step_again = request.is_replay and request.kind == "optim_step"
+        failure = model.failure or (None if is_step_again else request.failure)
+        try:
+            if failure is not None:
+                raise ConfigError(failure)
+            if request.kind in ("create_model", "load_weights") and request.seq == 0:
+                if not self._has_place(request) or not self._may_open(model, request):
+                    return False
+                self._make(model, request)
+            elif request.kind == "forward_backward":
+                request.payload = payload = request.payload or read_training_call(request.body)
+                if payload.backward or not request.is_replay:
+                    self._calls.submit(Call(model.name, payload.examples, payload.loss, payload.backward))
+                    model.running = request
+                    return True
+            elif request.kind == "optim_step":
+                steps[model.name] = model, request, read_adam(json.loads(request.body))
+                return True
+            else:
+                self._ACTS[request.kind](self, model, request, json.loads(request.body))
+        except (ConfigError, DataError, CheckpointError) as error:
+            # What is wrong with a row is reported with its place in the call, which is in the request's data.
+            reason = str(error).replace(f"calls.{model.name}.examples", "data")
+            self._fail(request, reason, SERVER if isinstance(error, CheckpointError) else USER)
+            if request.seq == 0:
+                model.failure = model.failure or f"the model was not made: {reason}"
+                self._ledger.write(lambda db: db.execute("UPDATE models SET is_open = 0 WHERE id = ?", (model.id,)))
+        self._next(model)
+        return True
+
+    def _next(self, model: Model) -> None:
+        """Give the turn to the request after the one whose turn it is."""
+        model.queue.pop(model.next_seq)
+        model.next_seq += 1
+        model.used = time.monotonic()
+
+    def _has_place(self, request: Request | None) -> bool:
+        if self.models.has_place(0.0 if request is None else time.monotonic() - request.accepted):
+            return True
+        if request is None:
+            return False
+        reason = f"{self._settings.max_models} models have work, which is all that are open at once (--max-models)"
+        request.waits_for = ("paused_capacity", reason)
+        return False
+
+    def _may_run(self, request: Request) -> bool:
+        """Whether the tokens of a tenant that came before a request are below its limit."""
+        _, limit = self._limits(request.key)
+        if limit is not None and not request.is_replay:
+            before = 0
+            for other, queued in self.requests.items():
+                if other == request.id:
+                    break
+                before += queued.num_tokens if queued.key == request.key else 0
+            if before >= limit:
+                reason = f"{before} tokens of {request.key} are queued before it, and the limit of the key is {limit}"
+                request.waits_for = ("paused_rate_limit", reason)
+                return False
+        request.waits_for = ("active", "")
+        return True
+
+    def _may_open(self, model: Model, request: Request) -> bool:
+        """Whether a tenant has fewer open models than its limit."""
+        limit, _ = self._limits(model.key)
+        if limit is None or request.is_replay:
+            return True
+        sql = "SELECT count(*) FROM models WHERE key = ? AND is_open AND number < ?"
+        ((count,),) = self._ledger.read(sql, model.key, model.number)
+        if count < limit:
+            return True
+        reason = f"{model.key} has {count} open models, the limit of the key; finish a session, or unload a model"
+        request.waits_for = ("paused_capacity", reason)
+        return False
+
+    def _limits(self, key: str) -> tuple[int | None, int | None]:
+        """Return the limits of a key, read again every few seconds."""
+        limits, read_at = self._known_limits.get(key, ((None, None), 0.0))
+        if time.monotonic() - read_at > _LIMITS_S or not read_at:
+            rows = self._ledger.read("SELECT max_models, max_queued_tokens FROM keys WHERE name = ?", key)
+            limits = tuple(rows[0]) if rows else (None, None)
+            self._known_limits[key] = limits, time.monotonic()
+        return limits
+
+    def _make(self, model: Model, request: Request) -> None:
+        """Open a new model, or one that begins with a checkpoint."""
+        body = json.loads(request.body)
+        if request.kind == "create_model":
+            self.models.open(model)
+            self._finish(request, {"type": "create_model", "model_id": model.id})
+            return
+        state = self._loaded(model, body)
+        self.models.open(model, state, only_weights=not body["optimizer"])
+        self._snapshot_and_finish(model, request, body)
+
+    def _loaded(self, model: Model, body: Mapping[str, Any]) -> Any:
+        """Return the state in a checkpoint that a model begins with."""
+        row = self._ledger.read("SELECT * FROM checkpoints WHERE id = ? AND key = ?", body["path"], model.key)
+        if not row:
+            raise ConfigError(f"path must be a checkpoint that exists, got {shown(body['path'])}, which was deleted.")
+        state, facts = read_adapter(self._store / row[0]["folder"])
+        for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+            if facts["config"][name] != getattr(model.config, name):
+                got = f"{getattr(model.config, name)} of the model and {facts['config'][name]} of {body['path']}"
+                raise ConfigError(f"lora_config.{name} must be that of the checkpoint, got {got}.")
+        if body["optimizer"] and not state.settings:
+            raise ConfigError(f"{body['path']} has no optimizer. Save with save_state, or load without the optimizer.")
+        return state
+
+    def _load(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
+        """Load a checkpoint into a model that was just made."""
+        self.models.restore(model, self._loaded(model, body), only_weights=not body["optimizer"])
+        self._snapshot_and_finish(model, request, body)
+
+    def _snapshot_and_finish(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
+        """Answer a load once a snapshot has what was loaded: the checkpoint may be deleted at any time."""
+        result = json.dumps({"type": "load_weights", "path": body["path"], "model_id": model.id}).encode()
+        self.models.snapshot(model, request.seq, lambda db: finish_request(db, request.id, result))
+        self.writer.put(lambda: self._notify([request.id]))
+        self.requests.pop(request.id, None)
+
+    # ------------------------------------------------------------------ passes and steps
+
+    def _step(self, steps: Mapping[str, tuple[Model, Request, AdamSettings]]) -> None:
+        """Step models together, and answer."""
+        norms = self._calls.step({name: settings for name, (_, _, settings) in steps.items()})
+        crashpoint("mid_step")
+        for name, (model, request, _) in steps.items():
+            norm = norms[name]
+            if isinstance(norm, CallFailure):
+                self._fail(request, norm.reason, USER if norm.is_callers else SERVER)
+            else:
+                self._finish(request, {"type": "optim_step", "metrics": {"grad_norm:mean": norm}})
+            self._next(model)
+
+    def _pass(self) -> bool:
+        """Compute one pass of the calls that run, and answer those that it ends; return whether there was one."""
+        running = {own.name: own for own in self._by_fairness(self.models.open_models) if own.running}
+        if not running:
+            return False
+        start = time.perf_counter()
+        results = self._calls.advance(list(running))
+        seconds = time.perf_counter() - start
+        num_tokens = 0
+        for name, model in running.items():
+            model.pass_s += seconds
+            if (result := results.get(name)) is None:
+                continue
+            request, model.running = model.running, None
+            assert request is not None
+            num_tokens += request.num_tokens
+            if isinstance(result, CallFailure):
+                self._fail(request, result.reason, USER if result.is_callers else SERVER)
+            else:
+                output = write_training_result(result.loss, result.logprobs)
+                if request.payload.backward:
+                    self._finish(request, output, trained_tokens=request.num_tokens)
+                else:
+                    self._finish(request, output, prompt_tokens=request.num_tokens)
+            if request.is_replay:
+                crashpoint("mid_replay")
+            self._usage[model.key] = self._usage.get(model.key, 0.0) + request.num_tokens
+            self._next(model)
+        self.passes.append((time.monotonic(), seconds, len(running), num_tokens))
+        return True
+
+    # ------------------------------------------------------------------ sampling
+
+    def _weights(self, request: Request) -> tuple[bool, Frozen | None]:
+        """Return whether the weights that a request samples from are there, and these; `None` for the base model.
+
+        Raises:
+            ConfigError: if they were deleted.
+            CheckpointError: if their files are damaged.
+        """
+        rows = self._ledger.read("SELECT model, folder FROM samplers WHERE id = ?", request.target)
+        if not rows:
+            raise ConfigError("the sampling session has ended. Make a new sampling client.")
+        (model_id, name) = rows[0]
+        if name is None:
+            return True, None
+        # A name without a folder is that of weights which were never saved under a path.
+        frozen = self.models.frozen(self._store / name)
+        if frozen is not None:
+            return True, frozen
+        model = None if model_id is None else self.models.get(model_id)
+        if model is None or (model.has_tail and not model.queue and not model.running):
+            raise ConfigError("the weights of the sampling session were deleted. Save them again.")
+        model.is_wanted = True  # after a restart, its replay makes them again
+        return False, None
+
+    def _sample(self) -> bool:
+        """Sample a batch of the requests that wait, and answer them; return whether there was one."""
+        chosen: list[tuple[Request, Frozen | None]] = []
+        num_tokens = 0
+        for request in sorted(self._waiting, key=lambda own: self._usage.get(own.key, 0.0)):
+            try:
+                if request.failure is not None:
+                    raise ConfigError(request.failure)
+                is_there, weights = self._weights(request)
+                if is_there and (not chosen or num_tokens + request.num_tokens <= self._most_sampled_tokens):
+                    request.payload = request.payload or self.read_sample(json.loads(request.body))
+                    chosen.append((request, weights))
+                    num_tokens += request.num_tokens
+            except (ConfigError, CheckpointError) as error:
+                self._fail(request, str(error), SERVER if isinstance(error, CheckpointError) else USER)
+                self._waiting.remove(request)
+        try:
+            answers = self._drawn(chosen) if chosen else []
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            self._most_sampled_tokens = num_tokens // 2
+            if len(chosen) == 1:
+                self._fail(chosen[0][0], f"the request does not fit into memory ({error}). Ask for fewer tokens.")
+                self._waiting.remove(chosen[0][0])
+            return True
+        for (request, _), rows, scores in answers:
+            self._waiting.remove(request)
+            num_prompt, num_sampled = len(request.payload.prompt), sum(len(row.token_ids) for row in rows)
+            self._usage[request.key] = self._usage.get(request.key, 0.0) + num_prompt + num_sampled
+            if any(row.finish_reason == "non_finite" for row in rows):
+                self._fail(request, "the logits of the model are not finite. Sample from other weights.")
+                continue
+            output = write_samples(
+                [(row.finish_reason == "stop", row.token_ids, row.logprobs, None) for row in rows], scores, None
+            )
+            self._finish(request, output, prompt_tokens=num_prompt, sampled_tokens=num_sampled)
+        return bool(chosen)
+
+    def _drawn(self, chosen: Sequence[tuple[Request, Frozen | None]]) -> list[Any]:
+        """Return each request with its completions and scores; all rows share passes, whatever their weights."""
+        with ExitStack() as stack:
+            names: dict[int, str] = {}
+            for _, weights in chosen:
+                if id(weights) not in names:
+                    names[id(weights)] = stack.enter_context(self.models.opened(weights))
+            rows = []
+            for request, weights in chosen:
+                call: SampleCall = request.payload
+                first = int(digest(request.id.encode())[:15], 16) if call.seed is None else call.seed
+                task, settings = names[id(weights)], {"prompt": call.prompt, "options": call.options}
+                seeds = [(first + number) % 2**63 for number in range(call.num_samples)]
+                rows += [GenerationRequest(task=task, seed=seed, **settings) for seed in seeds]
+            completions = iter(generate(self._calls.model, rows, processing_class=self._tokenizer))
+            return [
+                (pair, [next(completions) for _ in range(pair[0].payload.num_samples)], self._scores(pair[0], name))
+                for pair, name in ((pair, names[id(pair[1])]) for pair in chosen)
+            ]
+
+    def _scores(self, request: Request, name: str) -> list[float] | None:
+        """Return the log-probability of each token of a prompt, NaN for those that are not wanted."""
+        call: SampleCall = request.payload
+        if not call.wants_prompt:
+            return None
+        scores = np.full(len(call.prompt), np.nan, np.float32)
+        if call.num_scored:
+            example = Example(np.asarray(call.prompt[:-1]), np.asarray(call.prompt[1:]))
+            result = self._calls.run([Call(name, [example], lambda own: own.nll_M.sum(), backward=False)])[name]
+            if not isinstance(result, CallFailure):  # else none is known
+                scores[-call.num_scored :] = result.logprobs[0][-call.num_scored :]
+        return scores.tolist()
+
+    def read_sample(self, body: Mapping[str, Any]) -> SampleCall:
+        """Read a sampling request for this model; see `read_sample`."""
+        call = read_sample(body, self.context, self.num_words)
+        if call.options.stop_strings and self._tokenizer is None:
+            raise ConfigError("sampling_params.stop must be token ids, as the model has no tokenizer, got texts.")
+        return call
+
+    def cancel(self, request_id: str) -> None:
+        """End a sampling request whose result is not wanted any more."""
+
+        def act() -> None:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._waiting.remove(request)
+                self._fail(request, "the request was cancelled.")
+
+        self._inbox.put(act)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _save(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
+        """Write a checkpoint, and answer once it is safe on disk."""
+        if request.is_replay:
+            return
+        kind = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}.get(request.kind)
+        kind, name = kind or "external_weights", body["path"]
+        path, folder = f"tinker://{model.id}/{kind}/{name}", f"checkpoints/{uuid.uuid4().hex}"
+        # Gradients that wait for a step are no part of a checkpoint.
+        state, lora = replace(self._calls.state(model.name), copies={}), model.config.lora(self.modules)
+        ttl_s, metadata = body.get("ttl_seconds"), json.dumps(body.get("user_metadata"))
+
+        def write() -> None:
+            facts = {"path": path, "config": vars(model.config)}
+            size = write_adapter(self._store / folder, lora, state, facts, with_state=kind == "weights")
+            now = time.time()
+
+            def commit(connection: Any) -> str | None:
+                old = connection.execute("SELECT folder, expires FROM checkpoints WHERE id = ?", (path,)).fetchone()
+                is_live = old is not None and (old["expires"] is None or old["expires"] > now)
+                if is_live and not body.get("overwrite"):
+                    reason = f"path {name} must be new, as {path} exists. Save with overwrite=True, or another name."
+                    finish_request(connection, request.id, reason.encode(), USER)
+                    return folder
+                values = path, model.key, model.id, kind, name, folder, now, ttl_s and now + ttl_s, size, metadata
+                connection.execute(f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * 10)})", values)
+                finish_request(connection, request.id, json.dumps({"type": request.kind, "path": path}).encode())
+                return old and old["folder"]
+
+            if (unused := self._ledger.write(commit).result()) is not None:
+                delete_folder(self._store / unused)
+            self._notify([request.id])
+
+        self.requests.pop(request.id, None)
+        self.writer.put(write)
+
+    def _save_for_sampler(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
+        """Copy weights for sampling; the answer waits for the disk only where a path was asked for."""
+        if body.get("path") is not None:
+            self._save(model, request, body)
+            return
+        folder = self._store / body["folder"]
+        is_wanted = self._ledger.read("SELECT 1 FROM samplers WHERE id = ?", body["sampling_session_id"])
+        if is_wanted and not folder.exists():
+            self.models.freeze(model, folder)
+        self._finish(request, {"type": request.kind, "sampling_session_id": body["sampling_session_id"]})
+
+    _ACTS: ClassVar[dict[str, Callable[..., None]]] = {
+        "load_weights": _load,
+        "save_weights": _save,
+        "save_weights_external": _save,
+        "save_weights_for_sampler": _save_for_sampler,
+    }
