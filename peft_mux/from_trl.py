@@ -176,7 +176,8 @@ def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_
     if given.get("packing", getattr(config, "packing", False)) and strategy != "bfd":
         fix = "Use Task.from_trainer, which takes rows as they are packed, or give packing=False to count sequences."
         faults.append(Fault("config.packing_strategy", shown(strategy), "'bfd'", fix))
-    for item in fields(config):
+    # Fields that a class of your own adds are for your script: no trainer reads them.
+    for item in fields(next(filter(_is_of_libraries, type(config).__mro__))):
         if item.name in trainer_fields or item.name in known or not item.init:
             continue
         value, default = getattr(config, item.name), item.default

@@ -6,7 +6,7 @@ import copy
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
 from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
@@ -24,7 +24,7 @@ from tests.invariants import mux_lab
 from tests.trl import trl_lab as lab
 from tests.trl.test_routers import COMPLETIONS, mixture
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 
 ROLLOUTS = [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "advantages": 1.0}] * 4
 ROWS: Mapping[str, list[dict[str, Any]]] = {
@@ -58,7 +58,6 @@ LOSSES = {"DPOConfig": ["ipo"], "GRPOConfig": "bnpo", "SFTConfig": "chunked_nll"
 
 def configurations() -> Iterator[type]:
     """Yield each configuration of a trainer that the installed TRL has, those of its experiments included."""
-    import trl
     import trl.experimental
 
     names = [f"trl.experimental.{one.name}" for one in pkgutil.iter_modules(trl.experimental.__path__)]
@@ -79,7 +78,8 @@ def _imported(names: list[str]) -> Iterator[Any]:
             continue
 
 
-OFFERED = {kind.__name__: kind for kind in configurations() if kind.__name__ in ROWS}
+TYPES = {kind.__name__: kind for kind in configurations()}
+OFFERED = {name: kind for name, kind in TYPES.items() if name in ROWS}
 
 
 def config_of(kind: type, folder: Path, **settings: Any) -> Any:
@@ -271,86 +271,152 @@ def test_what_a_trainer_would_train_in_another_way_is_refused(change: Any, messa
 
 # -------------------------------------------------------------------------------------------------------- command lines
 
-_PEFT_SFT = (
-    "--seed 100 --add_special_tokens False --max_length 2048 --num_train_epochs 1 --logging_steps 5 --log_level info "
-    "--logging_strategy steps --eval_strategy epoch --save_strategy epoch --push_to_hub --hub_private_repo True "
-    "--hub_strategy every_save --bf16 True --packing True --learning_rate 1e-4 --lr_scheduler_type cosine "
-    "--weight_decay 1e-4 --max_grad_norm 1.0 --per_device_eval_batch_size 8 --gradient_accumulation_steps 8 "
-    "--gradient_checkpointing True --dataset_text_field content --lora_r 8 --lora_alpha 16 --lora_dropout 0.1 "
-)
-_PEFT_PISSA = (
-    "--bf16 True --num_train_epochs 1 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 "
-    "--logging_steps 1 --save_strategy steps --save_steps 1000 --save_total_limit 1 --learning_rate 2e-5 "
-    "--weight_decay 0. "
-)
-_TRL_SFT = (
-    "--num_train_epochs 1 --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
-    "--eval_strategy steps --eval_steps 100 --push_to_hub "
-)
-_TRL_DPO = (
-    "--num_train_epochs 1 --per_device_train_batch_size 2 --max_steps 1000 --gradient_accumulation_steps 8 "
-    "--eval_strategy steps --eval_steps 50 --no_remove_unused_columns "
-)
-_TRL_KTO = (
-    "--num_train_epochs 1 --learning_rate 5e-7 --lr_scheduler_type=cosine --warmup_steps 0.1 --logging_first_step "
-)
-_TRL_PAIRS = (
-    "--per_device_train_batch_size 4 --max_steps 1000 --gradient_accumulation_steps 1 --logging_steps 10 "
-    "--warmup_steps 150 --bf16 True --logging_first_step --no_remove_unused_columns "
-)
-_TRL_REWARD = (
-    "--per_device_train_batch_size 8 --num_train_epochs 1 --gradient_checkpointing True --logging_steps 25 "
-    "--eval_strategy steps --eval_steps 50 --max_length 2048 "
-)
 _LORA = "--use_peft --lora_r 32 --lora_alpha 16"
-COMMAND_LINES: Mapping[str, tuple[str, str, str]] = {
-    "trl sft": (
-        "SFTConfig",
-        f"{_TRL_SFT} --learning_rate 2.0e-5 --eos_token <|im_end|>",
-        r"config\.eos_token .*set it there",
-    ),
-    "trl sft without eos_token": ("SFTConfig", f"{_TRL_SFT} --learning_rate 2.0e-4 {_LORA}", ""),
-    "trl sft_gpt_oss": (
-        "SFTConfig",
-        "--packing true --packing_strategy wrapped --dataset_num_proc 12 --gradient_checkpointing --max_length 4096 "
-        "--per_device_train_batch_size 2 --num_train_epochs 1 --logging_steps 1 --lr_scheduler_type cosine_with_min_lr "
-        '--lr_scheduler_kwargs {"min_lr_rate":0.1} --run_name 20b-full-eager --seed 42',
-        r"config\.packing_strategy must be .bfd., got .wrapped.*Use Task\.from_trainer",
-    ),
-    "trl dpo": ("DPOConfig", f"{_TRL_DPO} --learning_rate 5.0e-7", ""),
-    "trl dpo lora": ("DPOConfig", f"{_TRL_DPO} --learning_rate 5.0e-6 {_LORA}", ""),
-    "trl kto": ("KTOConfig", f"{_TRL_KTO} --per_device_train_batch_size 16 --eval_steps 500", ""),
-    "trl kto qlora": ("KTOConfig", f"{_TRL_KTO} --per_device_train_batch_size 8 {_LORA} --load_in_4bit", ""),
-    "trl orpo": ("ORPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-6", ""),
-    "trl orpo lora": ("ORPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-5 --optim rmsprop {_LORA}", ""),
-    "trl cpo": ("CPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-6 --eval_steps 500", ""),
-    "trl cpo lora": ("CPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-5 --optim rmsprop {_LORA}", ""),
-    "trl reward": ("RewardConfig", f"{_TRL_REWARD} --learning_rate 1.0e-5", ""),
-    "trl reward lora": ("RewardConfig", f"{_TRL_REWARD} --learning_rate 1.0e-4 {_LORA}", ""),
-    "peft run_peft.sh": ("SFTConfig", f"{_PEFT_SFT} --per_device_train_batch_size 8", ""),
-    "peft run_peft_qlora_fsdp.sh": ("SFTConfig", f"{_PEFT_SFT} --per_device_train_batch_size 2", ""),
-    "peft pissa": ("TrainingArguments", _PEFT_PISSA, ""),
-    "peft corda": ("TrainingArguments", f"{_PEFT_PISSA} --lr_scheduler_type cosine", ""),
+_QLORA = "--use_peft --load_in_4bit --lora_target_modules all-linear --lora_r 16 --lora_alpha 16"
+_SFT = "SFTConfig --num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps"
+_SFT_SCRIPT = f"{_SFT} 8 --packing --eos_token <|im_end|> --eval_strategy steps --eval_steps 100 --push_to_hub"
+_DPO = "DPOConfig --per_device_train_batch_size 2 --gradient_accumulation_steps"
+_DPO_SCRIPT = f"{_DPO} 8 --num_train_epochs 1 --max_steps 1000 --eval_strategy steps --eval_steps 50"
+_KTO = (
+    "KTOConfig --num_train_epochs 1 --learning_rate 5e-7 --lr_scheduler_type=cosine --gradient_accumulation_steps 1 "
+    "--eval_steps 500 --warmup_steps 0.1 --logging_first_step --per_device_train_batch_size"
+)
+_PAIRS = (
+    "--per_device_train_batch_size 4 --max_steps 1000 --gradient_accumulation_steps 1 --eval_steps 500 "
+    "--warmup_steps 150 --logging_first_step --no_remove_unused_columns --learning_rate"
+)
+_REWARD = (
+    "RewardConfig --per_device_train_batch_size 8 --num_train_epochs 1 --eval_strategy steps --eval_steps 50 "
+    "--max_length 2048 --learning_rate"
+)
+_GRPO = "GRPOConfig --max_completion_length 1024 --log_completions"
+_GSPO = (
+    f"{_GRPO} --learning_rate 1e-5 --per_device_train_batch_size 8 --num_generations 8 --importance_sampling_level "
+    "sequence --epsilon 3e-4 --epsilon_high 4e-4 --beta 0.0 --loss_type grpo --gradient_accumulation_steps 2 "
+    "--steps_per_generation 8 --use_peft --lora_target_modules q_proj, v_proj"
+)
+_PEFT_SFT = (
+    "SFTConfig --seed 100 --add_special_tokens False --splits train,test --num_train_epochs 1 --logging_steps 5 "
+    "--log_level info --logging_strategy steps --eval_strategy epoch --save_strategy epoch --bf16 True --packing True "
+    "--learning_rate 1e-4 --lr_scheduler_type cosine --weight_decay 1e-4 --warmup_steps 0 --max_grad_norm 1.0 "
+    "--gradient_checkpointing True --dataset_text_field content --use_peft_lora True --lora_r 8 --lora_alpha 16"
+)
+_PEFT_HUB = f"{_PEFT_SFT} --max_length 2048 --push_to_hub --hub_private_repo True --hub_strategy every_save"
+_PEFT_MATH = (
+    "--bf16 True --num_train_epochs 1 --logging_steps 1 --save_strategy steps --save_steps 1000 --save_total_limit 1 "
+    "--weight_decay 0. --warmup_steps 0.03"
+)
+_TEACHER = "--learning_rate 2e-5 --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --num_train_epochs 1"
+_ONLINE = "OnlineDPOConfig --learning_rate 5.0e-7 --warmup_steps 0.1 --reward_model_path path"
+COMMAND_LINES = [
+    # TRL: scripts and documentation
+    f"{_SFT_SCRIPT} --learning_rate 2.0e-5",
+    f"{_SFT_SCRIPT} --learning_rate 2.0e-4 {_LORA}",
+    "SFTConfig --dataset_name trl-lib/Capybara",
+    f"SFTConfig {_LORA}",
+    f"SFTConfig {_LORA} --lora_dropout 0.05",
+    f"SFTConfig {_LORA} --lora_dropout 0.05 --lora_target_modules q_proj v_proj",
+    f"SFTConfig {_LORA} --load_in_8bit",
+    f"SFTConfig {_LORA} --load_in_4bit --per_device_train_batch_size 1 --gradient_accumulation_steps 16",
+    "SFTConfig --load_in_4bit --use_peft --lora_r 32",
+    f"{_SFT} 8 --learning_rate 2.0e-4 {_LORA}",
+    f"{_SFT} 16 --learning_rate 2.0e-5 --packing --use_peft --lora_r 256 --lora_alpha 16 --push_to_hub",
+    f"{_SFT} 16 --learning_rate 2.0e-5 --packing --eval_strategy no --use_peft --lora_r 256 --lora_alpha 16",
+    "SFTConfig --learning_rate 2e-4 --max_steps 100 --packing --packing_strategy wrapped --logging_steps 10",
+    f"{_SFT} 1 --packing --dataset_num_proc 12 --max_length 4096 --logging_steps 1 --warmup_steps 0.03 --seed 42 "
+    '--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1} --run_name 20b-full-eager',
+    "SFTConfig --max_length 128 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 --num_train_epochs 1 "
+    "--learning_rate 2e-4 --optim paged_adamw_8bit --logging_steps 10 --use_peft --lora_r 8 --lora_alpha 16",
+    "SFTConfig --gradient_accumulation_steps 8",
+    "SFTConfig --use_peft --gradient_checkpointing",
+    f"SFTConfig --per_device_train_batch_size 1 --gradient_accumulation_steps 1 {_LORA} --lora_target_modules o_proj,",
+    f"{_DPO_SCRIPT} --no_remove_unused_columns --learning_rate 5.0e-7",
+    f"{_DPO_SCRIPT} --no_remove_unused_columns --learning_rate 5.0e-6 {_LORA}",
+    f"{_DPO} 8 --learning_rate 5.0e-6 {_LORA}",
+    f"{_DPO} 32 --dataset_num_proc 32 --use_peft --lora_target_modules all-linear",
+    f"{_DPO} 32 --dataset_streaming --max_steps 100 --dataset_num_proc 32 --use_peft --lora_target_modules all-linear",
+    "DPOConfig --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 8 "
+    "--dataset_num_proc 1 --loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1.0",
+    "KTOConfig --num_train_epochs 1",
+    f"{_KTO} 16",
+    f"{_KTO} 8 {_QLORA}",
+    "ORPOConfig --num_train_epochs 1",
+    f"ORPOConfig {_PAIRS} 8e-6",
+    f"ORPOConfig {_PAIRS} 8e-5 --optim rmsprop {_LORA}",
+    "CPOConfig --num_train_epochs 1",
+    f"CPOConfig {_PAIRS} 8e-6",
+    f"CPOConfig {_PAIRS} 8e-5 --optim rmsprop {_LORA}",
+    f"{_REWARD} 1.0e-5",
+    f"{_REWARD} 1.0e-4 {_LORA} --lora_task_type SEQ_CLS",
+    f"{_GRPO} True --push_to_hub True --use_vllm True --vllm_mode colocate --max_steps 400",
+    f"{_GRPO} --learning_rate 1e-5 --use_vllm --vllm_mode colocate --use_peft --lora_target_modules q_proj, v_proj",
+    f"{_GRPO} --learning_rate 1e-5 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 2",
+    _GSPO,
+    "GRPOConfig --learning_rate 1.0e-6 --lr_scheduler_type cosine --warmup_steps 0.0 --max_grad_norm 1.0 --beta 0.0 "
+    "--max_completion_length 4096 --num_generations 16 --generation_batch_size 16 --gradient_accumulation_steps 8 "
+    "--per_device_train_batch_size 1 --num_train_epochs 1 --vllm_mode colocate --save_strategy steps --save_steps 50 "
+    "--save_total_limit 1 --logging_steps 1 --max_steps 200 --lora_r 1 --lora_alpha 32 --lora_dropout 0.0",
+    "RLOOConfig --max_completion_length 1024 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 "
+    "--num_generations 2 --log_completions",
+    f"GKDConfig {_TEACHER} --push_to_hub",
+    f"GOLDConfig {_TEACHER} --teacher_model_name_or_path path",
+    f"DistillationConfig {_TEACHER} --use_peft --lora_r 64 --lora_alpha 16",
+    f"{_ONLINE} --push_to_hub",
+    f"{_ONLINE} --per_device_train_batch_size 8 --gradient_accumulation_steps 16 --missing_eos_penalty 1.0",
+    "TPOConfig --beta 0.01 --tpo_alpha 1.0 --learning_rate 5e-7 --num_train_epochs 1",
+    "SDPOConfig --learning_rate 5e-5 --bf16 true --max_completion_length 128 --num_generations 8 --save_strategy no "
+    "--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --generation_batch_size 32",
+    # PEFT
+    f"{_PEFT_HUB} --per_device_train_batch_size 8 --gradient_accumulation_steps 8 --use_4bit_quantization True",
+    f"{_PEFT_HUB} --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --use_reentrant False",
+    f"{_PEFT_HUB} --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --bnb_4bit_compute_dtype bfloat16",
+    f"{_PEFT_SFT} --max_length 2048 --per_device_train_batch_size 8 --gradient_accumulation_steps 4",
+    f"{_PEFT_SFT} --max_seq_len 2048 --per_device_train_batch_size 8 --per_device_eval_batch_size 8",
+    f"TrainingArguments {_PEFT_MATH} --lr_scheduler_type cosine --corda_mode True --learning_rate 2e-5 "
+    "--per_device_train_batch_size 1 --gradient_accumulation_steps 32",
+    f"ScriptArguments {_PEFT_MATH} --bits nf4 --per_device_train_batch_size 32 --gradient_accumulation_steps 4",
+    f"ScriptArguments {_PEFT_MATH} --bits bf16 --per_device_train_batch_size 2 --gradient_accumulation_steps 8",
+    "ScriptArguments --max_length 128 --num_train_epochs 1 --per_device_train_batch_size 1 "
+    "--gradient_accumulation_steps 8 --learning_rate 5e-4 --bits bf16",
+]
+"""Command lines of TRL's and PEFT's documented examples: the class of the configuration, and the options that train."""
+REFUSED = {
+    "--eos_token": r"config\.eos_token .*set it there",
+    "wrapped": r"config\.packing_strategy must be .bfd., got .wrapped.*Use Task\.from_trainer",
+    "--use_vllm": r"config\.use_vllm must be its default False",
+    **{
+        f"{name}Config": rf"config must be SFTConfig, .* got {name}Config\."
+        for name in ("RLOO", "GKD", "GOLD", "Distillation", "OnlineDPO", "TPO", "SDPO")
+    },
 }
-"""Command lines of TRL's and PEFT's examples: class of the configuration, options that train, and what is refused."""
+"""Words of command lines that are refused, and with which error."""
 
 
-@pytest.mark.parametrize("name", COMMAND_LINES)
+@dataclass
+class ScriptArguments(trl.SFTConfig):  # type: ignore[misc, name-defined]
+    """As scripts of PEFT extend the configuration by what they read themselves."""
+
+    bits: str = "bf16"
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
 def test_command_lines_of_documented_examples_are_converted_or_refused_with_a_remedy(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, line, refused = COMMAND_LINES[name]
-    config_type: Any = OFFERED.get(kind, TrainingArguments)
-    for item in fields(config_type):
+    kind, *options = line.split()
+    others = {"TrainingArguments": TrainingArguments, "ScriptArguments": ScriptArguments}
+    config_type = (TYPES | others)[kind]
+    for item in (*fields(config_type), *fields(trl.ModelConfig)):
         monkeypatch.setattr(item, "type", item.type)  # the parser writes into fields that all classes share
-    always = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none"]
-    parser = HfArgumentParser(config_type)
-    config, _ = parser.parse_args_into_dataclasses([*line.split(), *always], return_remaining_strings=True)
-    rows = [{"input_ids": [3, 4, 5]}] * 4 if kind == "TrainingArguments" else ROWS[kind]
-    adapter = LoraConfig(r=8, task_type="SEQ_CLS" if kind == "RewardConfig" else "CAUSAL_LM")
-    given: dict[str, Any] = {"train_dataset": [{**row, "content": "a"} for row in rows], "peft_config": adapter}
-    if refused:
-        with pytest.raises(ConfigError, match=refused):
+    options += ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none"]
+    parser = trl.TrlParser((config_type, trl.ModelConfig))
+    config, model_config, _ = parser.parse_args_and_config(options, return_remaining_strings=True)
+    rows = [{**row, "content": "a"} for row in ROWS.get(kind, ROLLOUTS)]
+    task_type = "SEQ_CLS" if kind == "RewardConfig" else "CAUSAL_LM"
+    adapter = LoraConfig(r=model_config.lora_r, lora_alpha=model_config.lora_alpha, task_type=task_type)
+    given: dict[str, Any] = {"train_dataset": rows, "peft_config": adapter}
+    if refused := [message for word, message in REFUSED.items() if word in line.split()]:
+        with pytest.raises(ConfigError, match=refused[0]):
             Task.from_sft_config("own", config, **given)
         return
     task = Task.from_sft_config("own", config, **given)
