@@ -287,11 +287,12 @@ def supported_optimizers() -> list[str]:
 
 
 def supported_schedules() -> list[str]:
-    """Return the `lr_scheduler_type` names of Trainer that depend on the step alone."""
-    refused = ("reduce_lr_on_plateau", "greedy")
-    return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
+    """Return the `lr_scheduler_type` names of Trainer that depend on the step or on evaluations."""
+    return [str(kind.value) for kind in SchedulerType if str(kind.value) != "greedy"]
 
 
+PLATEAU = str(SchedulerType.REDUCE_ON_PLATEAU.value)
+"""The schedule whose learning rates follow a metric of evaluations."""
 ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that treat all elements in the same way, so it does not matter how weights are cut into tensors."""
 

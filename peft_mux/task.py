@@ -28,6 +28,7 @@ from transformers import (
 
 from peft_mux.arguments import (
     NUMBER_RULES,
+    PLATEAU,
     MultiTaskTrainingArguments,
     checks_settings,
     choice_faults,
@@ -718,15 +719,15 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     load_best = bool(pick("load_best_model_at_end")) and task.eval_dataset is not None
     metric = pick("metric_for_best_model") if task.eval_dataset is not None else None
     # Trainer's default; a callback that stops early needs a metric, too.
-    if metric is None and (load_best or task.stops_by_callback):
+    if metric is None and (load_best or task.stops_by_callback or pick("lr_scheduler_type") == PLATEAU):
         metric = "loss"
     # The run's direction is that of the run's metric.
     greater = task.greater_is_better if task.metric_for_best_model else pick("greater_is_better")
     # The best adapter is chosen by a metric, so held-out rows are evaluated at least once an epoch for it.
     eval_steps: float = 0
     strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
-    saves_best = args.save_strategy == "best"
-    needs_best = task.early_stopping is not None or task.stops_by_callback or load_best or saves_best
+    follows = args.save_strategy == "best" or pick("lr_scheduler_type") == PLATEAU
+    needs_best = task.early_stopping is not None or task.stops_by_callback or load_best or follows
     if task.eval_dataset is None:
         eval_steps = 0
     elif task.eval_steps is not None:

@@ -119,6 +119,30 @@ def test_checkpoints_of_the_strategy_best_are_those_of_trainer(tmp_path: Path) -
         assert saves[0][: len(saves[1])] == saves[1]
 
 
+def test_rates_that_follow_a_metric_are_those_of_trainer_also_when_resumed(tmp_path: Path) -> None:
+    same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
+    # The loss falls, which is worse in this mode, except in the cooldown.
+    follows = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max", "patience": 0}}
+    follows["lr_scheduler_kwargs"] |= {"factor": 0.5, "cooldown": 1}
+    steps = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "learning_rate": 1e-3}
+    config = plain(tmp_path, save_strategy="steps", save_steps=4, **steps, **follows)
+    options = {"train_dataset": same, "eval_dataset": same}
+    trainer = Trainer(get_peft_model(tiny_llama(), LORA), config, data_collator=stacked, **options)
+    trainer.train()
+    wanted = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(set(wanted)) > 2
+    args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / "ours"))
+    task = Task(name="own", peft_config=LORA, **options)
+    for last, resume in ((4, False), (8, True)):
+        stops = Acts(lambda control, **_: setattr(control, "should_training_stop", True), step=last)
+        ours = MultiTaskTrainer(tiny_llama(), args, [task], callbacks=[stops])
+        ours.train(resume_from_checkpoint=resume)
+        found = [entry["learning_rate"] for entry in ours.task_states["own"].log_history if "loss" in entry]
+        assert found == wanted[:last]
+    with pytest.raises(ConfigError, match=r"tasks\.b\.eval_dataset must be held-out rows.*reduce_lr_on_plateau"):
+        MultiTaskTrainer(tiny_llama(), args, [task, Task(name="b", peft_config=LORA, train_dataset=same)])
+
+
 def test_a_task_is_logged_evaluated_and_saved_when_trainer_would_do_it(tmp_path: Path) -> None:
     same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
     shown = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}

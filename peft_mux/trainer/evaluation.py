@@ -336,6 +336,8 @@ class TaskEvaluator:
                 row = {"prompt": own.prompt, "completion": text, "reference": own.reference}
                 log.event("completion", task=run.name, step=run.step, **row)
         log.callbacks[run.name].call("on_evaluate", metrics=dict(metrics))
+        if run.step > 0 and self._run.is_in_train and run.optimizer is not None:
+            run.optimizer.follow(metrics.get(best.metric or "", math.nan))
         if is_best:
             # After the callbacks, which compare with the best before this one.
             run.state.best_metric, run.state.best_global_step = best.value, run.step

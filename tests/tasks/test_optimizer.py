@@ -17,7 +17,7 @@ import transformers.trainer_optimizer
 from transformers import Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
-from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers, supported_schedules
+from peft_mux.arguments import PLATEAU, MultiTaskTrainingArguments, supported_optimizers, supported_schedules
 from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
@@ -30,6 +30,7 @@ from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, tr
 from tests.runs import SAVING, Acts, assert_equal_weights, small_tasks, stops_after
 
 RATE = 3e-3
+SCHEDULES_OF_STEPS = [name for name in supported_schedules() if name != PLATEAU]
 Weights = dict[str, torch.Tensor]
 
 
@@ -293,7 +294,7 @@ def rates_of(trainer: MultiTaskTrainer) -> dict[str, list[float]]:
 
 def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp_path: Path) -> None:
     tasks, expected = [], {}
-    for index, schedule in enumerate(supported_schedules()):
+    for index, schedule in enumerate(SCHEDULES_OF_STEPS):
         num_steps, warmup = 5 + index % 4, index % 3
         settings = SCHEDULE_SETTINGS.get(schedule)
         own = {"max_steps": num_steps, "warmup_steps": warmup, "lr_scheduler_kwargs": settings, "train_batch_size": 1}
@@ -380,7 +381,7 @@ def test_every_wrong_option_of_optimizer_and_schedule_is_named_at_once(tmp_path:
 
 @pytest.mark.parametrize("max_steps", [1, 10**9])
 def test_every_schedule_with_its_usual_options_is_taken_for_any_number_of_steps(tmp_path: Path, max_steps: int) -> None:
-    options: dict[str, Any] = {**dict.fromkeys(supported_schedules()), "warmup_stable_decay": {"num_decay_steps": 1}}
+    options: dict[str, Any] = {**dict.fromkeys(SCHEDULES_OF_STEPS), "warmup_stable_decay": {"num_decay_steps": 1}}
     options.update({f"{kind}_with_min_lr": {"min_lr_rate": 0.1} for kind in ("cosine", "cosine_warmup")})
     common: dict[str, Any] = {"data_seed": 1, "rank": 1, "max_steps": max_steps, "warmup_steps": 1}
     tasks = [small_task(name, lr_scheduler_type=name, lr_scheduler_kwargs=options[name], **common) for name in options]

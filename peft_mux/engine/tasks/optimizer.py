@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_hooks
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import SchedulerType, Trainer, get_constant_schedule, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
+from peft_mux.arguments import ELEMENTWISE, PLATEAU, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.kernels import adamw
 from peft_mux.kernels.adamw import DTYPES, PageUpdate
@@ -227,6 +228,8 @@ class TaskOptimizer:
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step; an invalid rate fails this task, not the run."""
+        if self.follows_metric:
+            return
         try:
             self.schedule.step()
             fault = _rate_fault(self.schedule.get_last_lr())
@@ -234,8 +237,23 @@ class TaskOptimizer:
             fault = f"the schedule raises {type(error).__name__}: {error}"
         self.failure = f"learning_rate: {fault}" if fault else ""
 
+    @property
+    def follows_metric(self) -> bool:
+        """Whether evaluations, rather than steps, change the learning rate."""
+        return isinstance(self.schedule, ReduceLROnPlateau)
+
+    def follow(self, value: float) -> None:
+        """Set the learning rate by the metric of an evaluation, if the schedule follows one."""
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            self.schedule.step(value)
+
     def rates_at(self, step: int) -> list[float]:
-        """Return the learning rate of each parameter group after a number of steps, without advancing the schedule."""
+        """Return the learning rate of each parameter group after a number of steps, without advancing the schedule.
+
+        One that follows a metric has the rates that its evaluations have given.
+        """
+        if self.follows_metric:
+            return [float(group["lr"]) for group in self.optimizer.param_groups]
         factors = [factor(step) for factor in self.schedule.lr_lambdas]
         return [base * factor for base, factor in zip(self.schedule.base_lrs, factors, strict=True)]
 
@@ -434,9 +452,13 @@ def _option_faults(hyper: HyperParameters, where: str) -> list[Fault]:
         elif value.lower() not in words and (key in _SWITCHES or not (_NUMBER.fullmatch(value) or "dtype" in key)):
             faults.append(Fault(f"{args_where}.{key}", shown(value), allowed))
         seen.add(key)
+    if hyper.lr_scheduler_type == PLATEAU and not hyper.eval_steps:
+        allowed = f"held-out rows that are evaluated, because lr_scheduler_type is {PLATEAU}"
+        faults.append(Fault(f"{where}.eval_dataset", "none", allowed))
     kwargs_where, schedule, known = f"{where}.lr_scheduler_kwargs", hyper.lr_scheduler_type, ()
     if schedule not in ("constant", "constant_with_warmup"):  # Trainer passes no options to these
-        parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(schedule)]).parameters
+        makes = ReduceLROnPlateau if schedule == PLATEAU else TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(schedule)]
+        parameters = inspect.signature(makes).parameters
         given_by_trainer = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
         known = tuple(option for option in parameters if option not in given_by_trainer)
     for key, value in (hyper.lr_scheduler_kwargs or {}).items():
