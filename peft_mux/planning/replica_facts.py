@@ -17,7 +17,7 @@ from peft_mux.planning.planner import Planner
 from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
 from peft_mux.scheduler.costs.hardware import DEVICES_PER_NODE, Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import analytic_profile, corrected
+from peft_mux.scheduler.costs.profile import EAGER, analytic_profile, corrected
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.time_model import (
     ParallelConfig,
@@ -74,7 +74,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         ):
             profile = stored
         else:
-            profile = analytic_profile(cluster.device, shape)
+            profile = analytic_profile(cluster.device, shape, execution=EAGER)  # replicas may be divided
         device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
         # A limit of the user applies to any devices, and takes precedence over their data sheets.
         if args.memory_limit_gib is None:

@@ -11,10 +11,21 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.allocator import host_memory_bytes
 from peft_mux.errors import ConfigError
+from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.planning.profiling.backbone import device_name, software_versions
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, Link, known_device, parse_devices
 from peft_mux.scheduler.costs.loads import ModelShape
-from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile, analytic_profile, corrected, shape_signature
+from peft_mux.scheduler.costs.profile import (
+    AS_PROFILED,
+    EAGER,
+    FUSED,
+    Execution,
+    Parts,
+    Profile,
+    analytic_profile,
+    corrected,
+    shape_signature,
+)
 from peft_mux.scheduler.planner.values import TurnPlan
 from peft_mux.scheduler.units import bytes_text
 
@@ -47,12 +58,32 @@ def run_profile(
         return profile, _profile_notes(profile, args, shape)
     if args.device.type != "cuda":
         return analytic_profile(DEVICES["cpu"], shape, devices_per_stage), ()
-    known = _own_gpu(args)
-    if known is not None:
-        return analytic_profile(known, shape, devices_per_stage), ()
-    name = torch.cuda.get_device_name(args.device)
-    note = f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}"
-    return analytic_profile(DEVICES[_STAND_IN], shape, devices_per_stage), (note,)
+    known, notes = _own_gpu(args), ()
+    if known is None:
+        known, name = DEVICES[_STAND_IN], torch.cuda.get_device_name(args.device)
+        notes = (f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}",)
+    execution = execution_of(args, args.pipeline_parallel_size * devices_per_stage)
+    return analytic_profile(known, shape, devices_per_stage, execution=execution), (*notes, _facts_note(execution))
+
+
+def execution_of(args: MultiTaskTrainingArguments, num_devices: int) -> Execution:
+    """Return how a GPU runs this package: with Liger's kernels if the arguments allow it and they are installed here.
+
+    Args:
+        args: the arguments of the run.
+        num_devices: number of devices of a replica; Liger's kernels run only in a backbone that is whole.
+    """
+    wanted = args.use_liger_kernel is True or (args.use_liger_kernel == "auto" and has_liger())
+    return FUSED if wanted and num_devices == 1 and not args.shard_backbone else EAGER
+
+
+def _facts_note(execution: Execution) -> str:
+    """Return the remark on times that no profile measured."""
+    layers = "Liger's kernels" if execution is FUSED else "transformers' own layers"
+    return (
+        f"times are computed from the data sheet and what one H100 showed of this package, for {layers} and"
+        f' {1e3 * execution.layer_host_s:.2g} ms of the host a layer; "peft-mux profile" measures them'
+    )
 
 
 def _own_gpu(args: MultiTaskTrainingArguments) -> Device | None:
@@ -227,6 +258,7 @@ def other_target(
         num_stages, num_replicas = (1, num_replicas) if args.shard_backbone else (num_replicas, 1)
     shards = num_replicas if args.shard_backbone else 1
     tensor_link, stage_links = _links(cluster, devices_per_stage, num_stages, shards)
+    execution = execution_of(args, num_stages * devices_per_stage)
     return Target(
         device=f"{num_stages * devices_per_stage} x {name}",
         device_type="cuda" if name != "cpu" else "cpu",
@@ -235,10 +267,10 @@ def other_target(
         num_replicas=num_replicas,
         backbone_shards=shards,
         limit_bytes=cluster.device.memory_bytes,
-        profile=analytic_profile(cluster.device, shape, devices_per_stage, link=tensor_link),
+        profile=analytic_profile(cluster.device, shape, devices_per_stage, link=tensor_link, execution=execution),
         tensor_link=tensor_link,
         stage_links=stage_links,
-        notes=(),
+        notes=() if name == "cpu" else (_facts_note(execution),),
         is_own=False,
         device_bytes=cluster.device.memory_bytes,
     )
@@ -331,5 +363,5 @@ def target_notes(
             " head included, within the memory of each"
         )
     if target.device_type != "cpu":
-        notes.append("the error bands of time and memory were measured on CPUs, and never compared with a GPU")
+        notes.append("the error bands of time and memory were measured on CPUs only")
     return tuple(notes)

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from peft_mux import ConfigError
+from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.planning.profiling.backbone import software_versions
 from peft_mux.planning.targets import run_profile
-from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.costs.hardware import DEVICES, Link
 from peft_mux.scheduler.costs.loads import ModelShape
-from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile import FUSED, Profile, analytic_profile
 from peft_mux.trainer import trainer as trainer_module
 from tests.invariants.mux_lab import make_trainer, small_task
 from tests.planning.cases import llama
@@ -25,11 +26,14 @@ from tests.planning.cases import llama
 SHAPE = ModelShape(2, 64, 128, 64, 64, 97, 100_000, 2)
 
 
-def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Profile, tuple[str, ...]]:
+def profile_on_gpu(
+    name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch, **arguments: Any
+) -> tuple[Profile, tuple[str, ...]]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     properties = SimpleNamespace(total_memory=memory_gb * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    args: Any = SimpleNamespace(cost_profile=None, device=torch.device("cuda"))
+    usual = {"use_liger_kernel": False, "pipeline_parallel_size": 1, "shard_backbone": False}
+    args: Any = SimpleNamespace(cost_profile=None, device=torch.device("cuda"), **{**usual, **arguments})
     return run_profile(args, SHAPE)
 
 
@@ -49,15 +53,30 @@ def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -
 def test_a_known_gpu_is_planned_by_its_own_data_sheet(
     name: str, memory_gb: int, planned_as: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile, notes = profile_on_gpu(name, memory_gb, monkeypatch)
-    assert (profile.device, notes) == (planned_as, ())
+    profile, (note,) = profile_on_gpu(name, memory_gb, monkeypatch)
+    assert profile.device == planned_as
+    assert "computed from the data sheet and what one H100 showed" in note
 
 
 def test_an_unknown_gpu_is_named_in_the_plan_with_what_it_was_planned_as(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile, (note,) = profile_on_gpu("NVIDIA L4", 24, monkeypatch)
+    profile, (note, _) = profile_on_gpu("NVIDIA L4", 24, monkeypatch)
     assert profile.device == "A100-80GB"
     assert "no data sheet of 'NVIDIA L4' is known; plans use the times of A100-80GB" in note
     assert "peft-mux profile" in note
+
+
+def test_times_of_a_gpu_are_those_of_the_layers_that_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer_s(**arguments: Any) -> float:
+        profile, notes = profile_on_gpu("NVIDIA H100 80GB HBM3", 85, monkeypatch, **arguments)
+        fused = profile.layer == analytic_profile(DEVICES["H100-80GB"], SHAPE, execution=FUSED).layer
+        assert ("for Liger's kernels" if fused else "for transformers' own layers") in notes[-1]
+        return profile.layer(16384)
+
+    eager_s, fused_s = layer_s(), layer_s(use_liger_kernel=True)
+    assert fused_s < eager_s
+    assert layer_s(use_liger_kernel="auto") == (fused_s if has_liger() else eager_s)
+    for divided in ({"pipeline_parallel_size": 2}, {"shard_backbone": True}):
+        assert layer_s(use_liger_kernel="auto", **divided) == eager_s
 
 
 @cache

@@ -224,7 +224,7 @@ def test_a_profile_from_a_file_is_planned_with(planned: MultiTaskTrainer, tmp_pa
 
 def test_a_plan_for_other_devices_is_a_pipeline_and_needs_none_of_them(planned: MultiTaskTrainer) -> None:
     plan = planned.plan(devices="2xA100-80GB")
-    remark = "never compared with a GPU"  # its error bands are those of CPUs
+    remark = "measured on CPUs only"  # its error bands are those of CPUs
     assert any(remark in note for note in plan.notes)
     assert not any(remark in note for note in planned.plan().notes)
     assert plan.num_stages == 2

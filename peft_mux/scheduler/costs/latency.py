@@ -281,10 +281,15 @@ class CostModel:
             # A gathering is the second half of a sum.
             gathered_s = sum(count * all_reduce_s(self.tensor_link, shards, size) / 2 for size, count in units if size)
             communication_s = communication_s + gathered_s
+        attention_s = run_layers * (work.attention_s / devices + work.calls * profile.attention_call_s)
+        fixed_s = profile.pass_s + summed_layers * self._host_layer_s
+        # The device waits for the host that launches, if that takes longer than what was launched.
+        device_s = tokens_s + attention_s + adapters_s
+        fixed_s = fixed_s + np.maximum(run_layers * profile.layer_host_s - device_s, 0.0)
         return Parts(
-            fixed=profile.pass_s + summed_layers * self._host_layer_s,
+            fixed=fixed_s,
             tokens=tokens_s,
-            attention=run_layers * (work.attention_s / devices + work.calls * profile.attention_call_s),
+            attention=attention_s,
             adapters=adapters_s,
             communication=communication_s,
         )

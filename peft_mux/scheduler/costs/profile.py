@@ -272,6 +272,7 @@ class Profile:
         forward_fraction: the part of a pass that is its forward.
         link: the link between two devices; `None` for one device.
         overlap: what passes in turns cost and hide among the devices of a stage; `None` if that was not measured.
+        layer_host_s: seconds of the host to launch one layer while the device computes; 0 if the times include it.
 
     Raises:
         ValueError: for numbers out of range.
@@ -294,6 +295,7 @@ class Profile:
     versions: tuple[tuple[str, str], ...] = ()
     link: Link | None = None
     overlap: Overlap | None = None
+    layer_host_s: float = 0.0
     source: Literal["measured", "analytic"] = "measured"
 
     def __post_init__(self) -> None:
@@ -301,7 +303,7 @@ class Profile:
             raise ValueError(
                 f"forward_fraction must be between 0 and 1, got {self.forward_fraction}. Backward takes the rest."
             )
-        for name in ("pass_overhead_s", "step_overhead_s", "attention_call_s"):
+        for name in ("pass_overhead_s", "step_overhead_s", "attention_call_s", "layer_host_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}. Give seconds.")
         if self.source not in ("measured", "analytic"):
@@ -396,22 +398,76 @@ def corrected(profile: Profile, factors: Parts) -> Profile:
         optimizer=profile.optimizer.scaled(factors.optimizer),
         step_overhead_s=profile.step_overhead_s * factors.optimizer,
         pass_overhead_s=profile.pass_s * factors.fixed,
+        layer_host_s=profile.layer_host_s * factors.fixed,
         link=None if profile.link is None else profile.link.slowed(factors.communication),
         overlap=overlap,
     )
 
 
-# Assumptions of analytic profiles, for which there is no data sheet and nothing was measured.
 STREAMING_PART = 0.85
 """Of the stated bandwidth, what streaming kernels are assumed to reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How software runs a backbone with adapters, which no data sheet says.
+
+    Attributes:
+        elementwise_reads: times that a layer's elementwise operators read or write a hidden state and an MLP state,
+            forward and backward.
+        adapter_launches: launches of each adapter by itself, forward and backward; 0 if all tasks share them.
+        adapter_moves: times that an adapter reads or writes the rows of its linear layer's inputs and outputs.
+        adapter_streaming_part: part of the stated bandwidth that the adapters' kernels reach.
+        optimizer_bytes: bytes that a step moves for a trained weight: norm of gradients, update, copies.
+        attention_tile_s: seconds of a tile of 128 rows for each channel of the queries, forward and backward, on an
+            H100; on others in proportion to the bandwidth. Shorter sequences are padded to a tile.
+        layer_host_s: seconds of the host to launch one layer, forward and backward. A pass takes as long as the
+            device or the host, whichever is slower.
+    """
+
+    elementwise_reads: float
+    adapter_launches: int = 0
+    adapter_moves: float = 3.0
+    adapter_streaming_part: float = 0.6
+    optimizer_bytes: float = 110.0
+    attention_tile_s: float = 0.31e-6 / 128
+    layer_host_s: float = 2.7e-3
+
+
+IDEAL = Execution(
+    elementwise_reads=14,
+    adapter_launches=6,  # shrink, expand, and four products of the backward pass
+    adapter_moves=2.5,
+    adapter_streaming_part=STREAMING_PART,
+    optimizer_bytes=40,
+    attention_tile_s=0.0,
+    layer_host_s=0.0,
+)
+"""Assumed, for software that is not ours and for CPUs: fused operators, every byte at the rate of a copy, no host."""
+EAGER = Execution(elementwise_reads=59)
+"""This package on a GPU, transformers' own layers.
+
+| field | value | source |
+|---|---|---|
+| elementwise_reads | 59 | computed: bytes by operator of a layer of Llama-3-8B (`tests/pretended_cuda`) |
+| adapter_launches | 0 | by design: one launch serves all tasks, and `layer_host_s` includes it |
+| adapter_moves | 3 | computed: x, dy and dx or y are read by shrink, expand and the sum of weight gradients |
+| adapter_streaming_part | 0.6 | measured: `kernels` of `benchmarks/results/gpu-h100-rest.json`, 0.3 to 0.7 of a copy |
+| optimizer_bytes | 110 | computed: passes of torch's foreach AdamW, norm and copies |
+| attention_tile_s | 0.31 us / 128 | inferred: the rest of `floor` in `benchmarks/results/gpu-h100.json` |
+| layer_host_s | 2.7 ms | measured: 5.5 ms there, times 0.49 by `benchmarks.training.host_passes` since then |
+"""
+FUSED = replace(EAGER, elementwise_reads=10)
+"""The same with Liger's kernels (computed: bytes of its operators in `tests/pretended_cuda`); no GPU has timed it."""
+
+# Assumptions of analytic profiles, for which there is no data sheet and nothing was measured.
 _ATTENTION_PART = 0.6
 """Of the efficiency of products, what fused attention is assumed to reach."""
 _LAYER_OPERATORS = 30
 """Launches of one decoder layer, forward and backward, without adapters."""
-_ADAPTER_LAUNCHES = 6
-"""Of one adapter: shrink, expand, and four products of the backward pass."""
-_ELEMENTWISE_READS = 14
-"""Times that a layer's element-wise operators read or write a hidden state, forward and backward."""
+_TILE_ROWS = 128
+_TILE_BYTES_PER_S = 3.35e12
+"""Bandwidth of the H100 that `Execution.attention_tile_s` holds for."""
 _ADAPTER_SATURATION_ELEMENTS = 2**21
 """Tokens times width at which one adapter alone keeps a data-centre GPU busy."""
 _HEAD_PRODUCTS = 2
@@ -429,7 +485,12 @@ def launch_s(device: Device) -> float:
 
 
 def analytic_profile(
-    device: Device, shape: ModelShape, num_devices_per_stage: int = 1, *, link: Link | None = None
+    device: Device,
+    shape: ModelShape,
+    num_devices_per_stage: int = 1,
+    *,
+    link: Link | None = None,
+    execution: Execution = IDEAL,
 ) -> Profile:
     """Return the profile of a backbone on a device by its data sheet (a roofline); its `source` is "analytic".
 
@@ -443,7 +504,10 @@ def analytic_profile(
         num_devices_per_stage: devices among which tensor parallelism divides a stage. Eq. 3 divides base operators by
             it in the cost model, so that here it only limits how well small products fill each device.
         link: the link between devices, if there are several.
+        execution: how the software runs on a GPU; CPUs have none.
     """
+    if device.name == "cpu":
+        execution = IDEAL
     is_cpu, item_bytes, a_launch_s = device.name == "cpu", shape.activation_bytes, launch_s(device)
     flops_per_s = device.flops_per_s * device.efficiency
     bytes_per_s = device.memory_bytes_per_s * STREAMING_PART
@@ -460,19 +524,24 @@ def analytic_profile(
 
     # Forward and gradient of the input: frozen weights get no gradient.
     layer_s = sum(2 * product_s(inputs * outputs, read) for inputs, outputs, read in linears)
-    layer_s += _ELEMENTWISE_READS * _COUNTS * (d + i) * item_bytes / bytes_per_s + _LAYER_OPERATORS * a_launch_s
+    layer_s += (
+        execution.elementwise_reads * _COUNTS * (d + i) * item_bytes / bytes_per_s + _LAYER_OPERATORS * a_launch_s
+    )
     # Causal attention: half of the scores. Two products forward, five backward, where scores are computed again.
     attention_s = np.maximum(
         7 * _COUNTS**2 * a / (flops_per_s * _ATTENTION_PART), 8 * _COUNTS * 2 * (a + k) * item_bytes / bytes_per_s
     )
+    tiles_s = np.ceil(_COUNTS / _TILE_ROWS) * a * execution.attention_tile_s
+    attention_s = np.maximum(attention_s, tiles_s * _TILE_BYTES_PER_S / device.memory_bytes_per_s)
     head_s = _HEAD_PRODUCTS * product_s(d * shape.vocab_size)
     head_s += 4 * _COUNTS * shape.vocab_size * item_bytes / bytes_per_s
     widths = np.array(sorted({float(inputs + outputs) for inputs, outputs, _ in linears}))
     rank, width, tokens = np.meshgrid(_RANKS, widths, _COUNTS, indexing="ij")
     # By bytes: x is read twice, dx updated, y updated, dy read; factors once. Two operations for each weight and token:
     # for the results, the gradient of the input and the gradient of the factors.
-    moved_bytes = tokens * width * 2.5 * item_bytes + 8 * rank * width + 12 * rank * tokens
-    adapter_s = np.maximum(6 * tokens * rank * width / flops_per_s, moved_bytes / bytes_per_s)
+    moved_bytes = tokens * width * execution.adapter_moves * item_bytes + 8 * rank * width + 12 * rank * tokens
+    adapter_bytes_per_s = device.memory_bytes_per_s * execution.adapter_streaming_part
+    adapter_s = np.maximum(6 * tokens * rank * width / flops_per_s, moved_bytes / adapter_bytes_per_s)
     # On a CPU adapters run one after another, each on the whole device.
     busy = np.ones(tokens.shape) if is_cpu else np.clip(width * tokens / _ADAPTER_SATURATION_ELEMENTS, 0.02, 1.0)
     return Profile(
@@ -481,14 +550,15 @@ def analytic_profile(
         model=shape_signature(shape),
         layer=Curve.measured(_COUNTS, layer_s),
         attention=Curve.measured(_COUNTS, attention_s, is_quadratic=True),
-        adapter=AdapterTable.measured(_RANKS, widths, _COUNTS, adapter_s + _ADAPTER_LAUNCHES * a_launch_s),
+        adapter=AdapterTable.measured(_RANKS, widths, _COUNTS, adapter_s + execution.adapter_launches * a_launch_s),
         utilization=AdapterTable.measured(_RANKS, widths, _COUNTS, busy, level=False),
         head=Curve.measured(_COUNTS, head_s),
         embedding=Curve.measured(_COUNTS, 6 * _COUNTS * d * item_bytes / bytes_per_s),
-        # Weights, gradients and two moments are read and three of them written; the norm and the copy read once more.
-        optimizer=Curve.measured(_PARAMETERS, 40 * _PARAMETERS / bytes_per_s + 10 * a_launch_s),
+        # At least, weights, gradients and moments are read and three of them written; the norm and the copy read again.
+        optimizer=Curve.measured(_PARAMETERS, execution.optimizer_bytes * _PARAMETERS / bytes_per_s + 10 * a_launch_s),
         pass_overhead_s=20 * a_launch_s,
         step_overhead_s=50 * a_launch_s,
+        layer_host_s=execution.layer_host_s,
         versions=(("analytic", "1"),),
         link=link,
         # On a CPU the same cores compute and sum: what can be hidden there only a measurement shows.
