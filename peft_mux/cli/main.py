@@ -177,7 +177,9 @@ def _parse(given: list[str]) -> argparse.Namespace:
     service = _command(commands, "serve", "serve.serve", words)
     service.add_argument("model", nargs="?", metavar="MODEL", help="hub id or folder of a causal language model")
     service.add_argument("--store", default="runs/serve", help="folder of the service (runs/serve)")
-    service.add_argument("--served-name", action="append", default=[], metavar="NAME", help="name for clients (MODEL)")
+    service.add_argument(
+        "--served-name", action="extend", nargs="+", default=[], metavar="NAME", help="names for clients (MODEL)"
+    )
     service.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     service.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
     service.add_argument("--dtype", default="auto", help="dtype of the model (auto)")

@@ -23,6 +23,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -152,6 +153,9 @@ def target_losses(
 def _head_of_tasks(module: Any, batch: MuxBatch, model: Any) -> Any:
     """Return the output module; the frozen layer below its adapters if none of them is of a task of the batch."""
     if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        return module
+    # Processes that share its weights gather them equally often, whatever tasks their passes have.
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
         return module
     held = {part for name, _ in module.named_parameters() for part in name.split(".")}
     if not held.isdisjoint(model.adapters[name] for name in batch.task_names):
