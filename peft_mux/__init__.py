@@ -12,7 +12,7 @@ import peft_mux.errors
 
 if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
-    from peft_mux.calls import AdamSettings, Call, CallFailure, CallResult, Calls, Example, Frozen
+    from peft_mux.calls import AdamSettings, Call, CallFailure, CallResult, Calls, Example, Frozen, Sampling
     from peft_mux.data.batch import MuxBatch
     from peft_mux.data.collator import ChunkPackingCollator
     from peft_mux.data.sources import load_rows
@@ -41,7 +41,7 @@ __version__ = peft_mux.errors.installed_version("peft-mux") or "0.0.0"  # a chec
 
 _NAMES = {
     "arguments": "MultiTaskTrainingArguments",
-    "calls": "AdamSettings Call CallFailure CallResult Calls Example Frozen",
+    "calls": "AdamSettings Call CallFailure CallResult Calls Example Frozen Sampling",
     "data.batch": "MuxBatch",
     "data.collator": "ChunkPackingCollator",
     "data.sources": "load_rows",
@@ -90,6 +90,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProcessError",
+    "Sampling",
     "SamplingOptions",
     "SweepResult",
     "Task",

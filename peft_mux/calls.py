@@ -18,9 +18,9 @@ Shape letters: T tokens of an example, K targets of a token, M targets of a piec
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ from peft_mux.errors import (
 )
 from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.decoding import check_backbone, check_model
+from peft_mux.modeling.generation.decoding import Row, RunningRows, check_backbone, check_model, checked_row
+from peft_mux.modeling.generation.options import Completion, GenerationRequest, SamplingOptions
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_adapter, reason_of_backbone
 from peft_mux.modeling.objectives.objective import WORDS, TokenOutputs
 
@@ -60,6 +61,8 @@ _TARGET_IDS = WORDS[0]
 """Token column with the K targets of each token."""
 _PADDING = "base-model"
 """Name of the adapter that rows of padding have."""
+_MOST_IDLE = 8
+"""Tasks without rows that `Sampling` keeps for the next weights."""
 _WHOLE_TOKENS, _PADDING_ROW = 32, 16
 """The tokens of a pass on a CPU are a multiple of the first number; a row of padding has at most the second one."""
 
@@ -628,6 +631,109 @@ class Calls:
         """Return copies of a model's weights, for samples; a `ConfigError` if it is not open."""
         own = self.model.task_parameters(name)
         return Frozen(self._model(name).config, {key: weight.detach().clone() for key, weight in own.items()})
+
+    def sampling(self, tokenizer: Any = None) -> Sampling:
+        """Return a batch of completions of these models, without rows yet.
+
+        Args:
+            tokenizer: for prompts that are texts, stop strings and `Completion.text`; may be left out otherwise.
+        """
+        return Sampling(self.model, tokenizer)
+
+
+class Sampling:
+    """Completions of the base model and of frozen weights, drawn together, token by token; made by `Calls.sampling`.
+
+    Rows may join and leave between two tokens, and calls may run in between. A row is drawn as alone, with its own
+    seed, from log-probabilities that are equal to those of the row alone up to rounding.
+    """
+
+    def __init__(self, model: MultiTaskPeftModel, tokenizer: Any) -> None:
+        """Start without rows."""
+        self._model, self._tokenizer = model, tokenizer
+        self._running = RunningRows(model, tokenizer)
+        self._numbers, self._num_added = dict[Row, tuple[int, str]](), 0
+        self._ended: dict[int, Completion] = {}
+        self._slots: dict[Frozen, str] = {}  # tasks that hold frozen weights, the one used last at the end
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the requests whose completions are still to come."""
+        return [*self._ended, *(number for number, _ in self._numbers.values())]
+
+    def add(self, requests: Sequence[tuple[Frozen | None, GenerationRequest]]) -> list[int]:
+        """Read prompts in one pass, and draw their first tokens.
+
+        Args:
+            requests: the weights that complete each prompt, `None` for the base model, and the request. Its `task` is
+                only a name, which its completion has, too; without a seed, that of its options is taken.
+
+        Returns:
+            The number of each request.
+
+        Raises:
+            ConfigError: for options that cannot be used; then nothing was added.
+            DataError: for a prompt that cannot be completed; then nothing was added.
+        """
+        model, tokenizer, default = self._model, self._tokenizer, SamplingOptions()
+        rows = [checked_row(model, request, _PADDING, 0, tokenizer, default) for _, request in requests]
+        busy = {row.task for row in self._running.rows}
+        for row, (frozen, request) in zip(rows, requests, strict=True):
+            if frozen is not None:
+                row.task = self._slot(frozen, busy)
+                busy.add(row.task)
+            self._num_added += 1
+            self._numbers[row] = self._num_added, request.task
+        numbers = [self._numbers[row][0] for row in rows]
+        if rows:
+            self._end(self._running.add(rows))
+        return numbers
+
+    def advance(self) -> dict[int, Completion]:
+        """Draw one token of every row.
+
+        Returns:
+            The completions that have ended since the last call, by the numbers that `add` returned.
+        """
+        if self._running.rows:
+            self._end(self._running.advance())
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Drop the rows of requests; numbers whose completions were returned are passed over."""
+        rows = self._running.rows
+        self._ended = {number: one for number, one in self._ended.items() if number not in numbers}
+        if left := [place for place, row in enumerate(rows) if self._numbers[row][0] not in numbers]:
+            self._running.keep(left)
+        else:
+            self._running = RunningRows(self._model, self._tokenizer)
+        self._numbers = {row: self._numbers[row] for row in self._running.rows}
+
+    def _end(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            number, task = self._numbers.pop(row)
+            self._ended[number] = replace(row.completion(self._tokenizer), task=task)
+
+    def _slot(self, frozen: Frozen, busy: Collection[str]) -> str:
+        """Return the name of a task that has these weights; `busy` tasks must keep theirs."""
+        model, name = self._model, self._slots.pop(frozen, None)
+        if name is None:
+            # A new task costs as much as many passes, so the weights of one that has no rows are replaced.
+            idle = [own for own, task in self._slots.items() if task not in busy]
+            alike = next((own for own in idle if own.config == frozen.config), None)
+            if alike is not None:
+                name = self._slots.pop(alike)
+            else:
+                if len(idle) >= _MOST_IDLE:
+                    model.remove_tasks([self._slots.pop(idle[0])])
+                name = next(one for number in count(1) if (one := f"frozen-{number}") not in model.tasks)
+                model.register_tasks({name: frozen.config})
+            with torch.no_grad():
+                for key, weight in model.task_parameters(name).items():
+                    weight.copy_(frozen.weights[key])
+        self._slots[frozen] = name
+        return name
 
 
 # ---------------------------------------------------------------------- rows and losses

@@ -39,6 +39,7 @@ REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"temperature": 0.5, "top_k": 3}, "do_sample must be True with settings of sampling, got False with"),
         ({"temprature": 0.5}, 'Did you mean "temperature"?'),
         ({"max_tokens": 9}, "Set max_new_tokens."),
+        ({"stop_token_ids": [5, 6]}, "stop_token_ids must be lists of at least one token id, got [5, 6]"),
     ],
     GenerateOptions: [
         ({"metrics": ["exact_matc"]}, 'Did you mean "exact_match"?'),
@@ -51,7 +52,9 @@ REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"task": ["sql"]}, "task must be the name of a task, got ['sql']"),
         ({"options": {"top_k": 3}}, "options must be SamplingOptions(...), or None, got {'top_k': 3}"),
         ({"seed": -1}, "seed must be an integer in [0, 2**63), or None, got -1"),
-        ({"sed": 3}, "sed must be one of task, prompt, options, seed, got 3"),
+        ({"sed": 3}, "sed must be one of task, prompt, options, seed, top_logprobs, prompt_logprobs, got 3"),
+        ({"top_logprobs": -1}, "top_logprobs must be an integer of at least 0, got -1"),
+        ({"prompt_logprobs": True}, "prompt_logprobs must be an integer of at least 0, or None, got True"),
         ({"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
     ],
 }

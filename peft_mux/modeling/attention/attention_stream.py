@@ -155,6 +155,22 @@ class KeyValueRows:
         self._first_B = self._first_B[numbers]
         self._layers = {name: [x[numbers] for x in kept] for name, kept in self._layers.items()}
 
+    def join(self, other: KeyValueRows) -> None:
+        """Take over the rows of another memory, behind these; columns that no row needs any more are left out."""
+        width = max(one._num_columns - int(one._first_B.min()) for one in (self, other))
+        layers: dict[str, list[list[torch.Tensor]]] = {name: [[], []] for name in self._layers}
+        for one in (self, other):
+            num_columns = min(width, one._num_columns)
+            for name, kept in one._layers.items():
+                for parts, x in zip(layers[name], kept, strict=True):
+                    wide = x.new_zeros(*x.shape[:2], width + _GROWTH, x.shape[3])
+                    wide[:, :, width - num_columns : width] = x[:, :, one._num_columns - num_columns : one._num_columns]
+                    parts.append(wide)
+        self._first_B = torch.cat([one._first_B + (width - one._num_columns) for one in (self, other)])
+        self._layers = {name: [torch.cat(parts) for parts in pair] for name, pair in layers.items()}
+        self._num_columns, self._is_padded, self._is_reading = width, True, False
+        self._masks.clear()
+
     def attend(self, layer: str, qkv: QKV, scores: Scores) -> torch.Tensor | None:
         """Keep the keys and values of a pass, and attend; return `None` while prompts are read.
 

@@ -34,6 +34,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
+from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.attention.attention_stream import KeyValueRows
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, language_model
@@ -43,6 +44,7 @@ from peft_mux.modeling.generation.options import (
     GenerationRequest,
     Prompt,
     SamplingOptions,
+    TopLogprobs,
     sampling_options,
 )
 from peft_mux.modeling.model import MultiTaskPeftModel, require_whole
@@ -99,10 +101,12 @@ def generate(
         raise_faults([Fault("max_batch_tokens", shown(max_batch_tokens), "an integer of at least 1")])
     check_model(model, "generate")
     rows = _rows(model, requests, processing_class, options)
-    order = {name: place for place, name in enumerate(model.tasks)}
     with in_mode(model, training=False):
         for batch in _batches(rows, max_batch_tokens):
-            _complete(model, sorted(batch, key=lambda row: order[row.task]), processing_class)
+            running = RunningRows(model, processing_class)
+            running.add(batch)
+            while running.rows:
+                running.advance()
     return [row.completion(processing_class) for row in rows]
 
 
@@ -176,8 +180,11 @@ class Row:
         options: how its tokens are drawn.
         seed: what its draws are made from.
         eos: tokens that end it.
+        top_logprobs: how many of the likeliest tokens are kept for each of its tokens.
+        prompt_logprobs: how many for each token of the prompt; `None` for no log-probabilities of these.
         tokens: the tokens of the completion so far.
         logprobs: log-probability of each of them.
+        found: further fields of its `Completion`.
         finish_reason: why it has ended; empty before.
         generator: the row's own random numbers, if it is drawn.
     """
@@ -187,8 +194,11 @@ class Row:
     options: SamplingOptions
     seed: int
     eos: frozenset[int]
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    found: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     finish_reason: Any = ""
     generator: torch.Generator | None = None
 
@@ -206,7 +216,8 @@ class Row:
             # A character is up to four tokens, of bytes; a few more, as decoders trim what they begin with.
             window = 4 * max(map(len, stops)) + 8
             tail = tokenizer.decode(self.tokens[-window:], skip_special_tokens=True)
-        if token in self.eos or any(stop in tail for stop in stops):
+        ends = any(self.tokens[-len(stop) :] == list(stop) for stop in self.options.stop_token_ids)
+        if ends or token in self.eos or any(stop in tail for stop in stops):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.options.max_new_tokens:
             self.finish_reason = "length"
@@ -226,6 +237,7 @@ class Row:
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             seed=self.seed,
+            **self.found,
         )
 
 
@@ -238,7 +250,43 @@ def _rows(
         ConfigError: for tasks that the model does not hold, and options that cannot be used.
         DataError: naming the task and the number of a prompt that cannot be completed.
     """
-    config = model.backbone.config
+    places: Counter[str] = Counter()
+    rows = []
+    for request in requests:
+        if request.task not in model.tasks:
+            hint = closest(request.task, model.tasks)
+            raise ConfigError(
+                f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(request.task)}. {hint}".rstrip()
+            )
+        model.require_words(request.task, f"prompts.{request.task}")
+        rows.append(checked_row(model, request, request.task, places[request.task], tokenizer, default))
+        places[request.task] += 1
+    return rows
+
+
+def checked_row(
+    model: MultiTaskPeftModel,
+    request: GenerationRequest,
+    task: str,
+    place: int,
+    tokenizer: Any,
+    default: SamplingOptions,
+) -> Row:
+    """Return the row of a request, after every check that needs no pass of the model.
+
+    Args:
+        model: holds the task.
+        request: the request.
+        task: the task whose adapter completes it.
+        place: number of the request among those of its task, for its seed and for messages.
+        tokenizer: the tokenizer; `None` if the prompt is token ids.
+        default: options of requests without some.
+
+    Raises:
+        ConfigError: for options that cannot be used.
+        DataError: for a prompt that cannot be completed.
+    """
+    config, options = model.backbone.config, request.options or default
     most_tokens, vocab_size = max_positions(config), config.get_text_config().vocab_size
     # Tokens of the backbone's generation configuration and the tokenizer's, as training appends the latter; `Trainer`
     # brings the two together in the same way.
@@ -246,34 +294,22 @@ def _rows(
     default_eos: set[int] = set()
     for source in sources:
         default_eos.update(() if source is None else [source] if isinstance(source, int) else source)
-    places: Counter[str] = Counter()
-    rows = []
-    for request in requests:
-        task, options = request.task, request.options or default
-        if task not in model.tasks:
-            hint = closest(task, model.tasks)
-            raise ConfigError(
-                f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(task)}. {hint}".rstrip()
-            )
-        model.require_words(task, f"prompts.{task}")
-        if tokenizer is None and options.stop_strings:
-            raise ConfigError(
-                f"prompts.{task}: stop_strings need a tokenizer. Give processing_class, or eos_token_id instead."
-            )
-        place = places[task]
-        places[task] += 1
-        seed = options.seed + place if request.seed is None else request.seed
-        eos = default_eos if options.eos_token_ids is None else options.eos_token_ids
-        row = Row(task, _prompt_ids(request, place, tokenizer, vocab_size), options, seed, frozenset(eos))
-        limit = None if most_tokens is None else most_tokens - learnt_prompt(model, task)[1]
-        if limit is not None and row.max_length > limit:
-            raise DataError(
-                f"prompts.{task} row {place} must have at most {limit} tokens with its completion, the backbone's "
-                f"positions, got {len(row.prompt)} with max_new_tokens={options.max_new_tokens}. Shorten the prompt, "
-                "or lower max_new_tokens."
-            )
-        rows.append(row)
-    return rows
+    if tokenizer is None and options.stop_strings:
+        raise ConfigError(
+            f"prompts.{request.task}: stop_strings need a tokenizer. Give processing_class, or eos_token_id instead."
+        )
+    seed = options.seed + place if request.seed is None else request.seed
+    eos = frozenset(default_eos if options.eos_token_ids is None else options.eos_token_ids)
+    prompt = _prompt_ids(request, place, tokenizer, vocab_size)
+    row = Row(task, prompt, options, seed, eos, request.top_logprobs, request.prompt_logprobs)
+    limit = None if most_tokens is None else most_tokens - learnt_prompt(model, task)[1]
+    if limit is not None and row.max_length > limit:
+        raise DataError(
+            f"prompts.{request.task} row {place} must have at most {limit} tokens with its completion, the backbone's "
+            f"positions, got {len(row.prompt)} with max_new_tokens={options.max_new_tokens}. Shorten the prompt, "
+            "or lower max_new_tokens."
+        )
+    return row
 
 
 def _prompt_ids(request: GenerationRequest, place: int, tokenizer: Any, vocab_size: int) -> list[int]:
@@ -308,45 +344,131 @@ def _batches(rows: Sequence[Row], max_batch_tokens: int) -> Iterator[list[Row]]:
 # -------------------------------------------------------------------- token by token
 
 
-@torch.no_grad()
-def _complete(model: MultiTaskPeftModel, rows: list[Row], tokenizer: Any) -> None:
-    """Append tokens to a batch of rows, sorted by task, until every one of them has ended."""
-    device, backbone = model.device, model.backbone
-    learnt = {row.task: learnt_prompt(model, row.task) for row in rows}
-    kept = KeyValueRows([learnt[row.task][1] + len(row.prompt) for row in rows], device)
-    model.prepare_pass(learnt)
-    tokens = [[PLACEHOLDER_ID] * learnt[row.task][0] + row.prompt for row in rows]
-    batch = _stream([row.task for row in rows], tokens, [0] * len(rows)).to(device)
-    if any(num_virtual for num_virtual, _ in learnt.values()):
-        batch = replace(batch, virtual_tokens=tuple(learnt[name][0] for name in batch.task_names))
-    last = batch.cu_seqlens[1:].long() - 1
-    with model.multiplexing(batch):
-        hidden_TD = model.hidden_states(batch, rows=kept)
-        # The head sees the last token of each prompt alone: logits of all of them would be the largest tensor.
-        with model.stream.selected_rows(batch.sequence_offsets, batch.token_places[last], model.adapters):
-            logits_BV = head_logits(backbone, hidden_TD[last])
-    draws = Draws(rows, device)
-    passes: Passes | None = None
-    while True:
-        for row, token, logprob, is_finite in zip(rows, *draws.next_tokens(logits_BV), strict=True):
-            if is_finite:
-                row.take(token, logprob, tokenizer)
-            else:
-                row.finish_reason = "non_finite"
-        left = [number for number, row in enumerate(rows) if not row.finish_reason]
+class RunningRows:
+    """Rows that are completed together, token by token; others may join them between two tokens.
+
+    Args:
+        model: holds the tasks of the rows, whose weights stay as they are until their rows have ended.
+        tokenizer: for stop strings; may be `None`.
+
+    Attributes:
+        rows: the rows that have not ended, sorted by task.
+    """
+
+    def __init__(self, model: MultiTaskPeftModel, tokenizer: Any) -> None:
+        """Start without rows."""
+        self.rows: list[Row] = []
+        self._model, self._tokenizer = model, tokenizer
+        self._learnt: dict[str, tuple[int, int]] = {}
+        self._passes: Passes | None = None
+        self._version = -1
+
+    @torch.no_grad()
+    def add(self, rows: Sequence[Row]) -> list[Row]:
+        """Read the prompts of rows and draw their first tokens; return the rows that have ended."""
+        model, device = self._model, self._model.device
+        order = {name: place for place, name in enumerate(model.tasks)}
+        rows = sorted(rows, key=lambda row: order[row.task])
+        learnt = {row.task: learnt_prompt(model, row.task) for row in rows}
+        self._learnt |= learnt
+        kept = KeyValueRows([learnt[row.task][1] + len(row.prompt) for row in rows], device)
+        model.prepare_pass(learnt)
+        tokens = [[PLACEHOLDER_ID] * learnt[row.task][0] + row.prompt for row in rows]
+        batch = _stream([row.task for row in rows], tokens, [0] * len(rows)).to(device)
+        if any(num_virtual for num_virtual, _ in learnt.values()):
+            batch = replace(batch, virtual_tokens=tuple(learnt[name][0] for name in batch.task_names))
+        last = batch.cu_seqlens[1:].long() - 1
+        with model.multiplexing(batch):
+            hidden_TD = model.hidden_states(batch, rows=kept)
+            # The head sees the last token of each prompt alone: logits of all of them would be the largest tensor.
+            with model.stream.selected_rows(batch.sequence_offsets, batch.token_places[last], model.adapters):
+                logits_BV = head_logits(model.backbone, hidden_TD[last])
+            for row, end in zip(rows, accumulate(batch.sequence_lengths), strict=True):
+                if row.prompt_logprobs is not None:
+                    _add_prompt_logprobs(row, hidden_TD, end, batch, model)
+        ended, left = self._take(rows, Draws(rows, device), logits_BV)
         if not left:
-            return
+            return ended
         if len(left) < len(rows):
             kept.select(left)
-            rows = [rows[number] for number in left]
-            draws, passes = Draws(rows, device), None
-        kept.next_column()
-        starts = [learnt[row.task][1] + len(row.prompt) + len(row.tokens) - 1 for row in rows]
-        batch = _stream([row.task for row in rows], [row.tokens[-1:] for row in rows], starts).to(device)
+        if self.rows:
+            self._kept.join(kept)
+        else:
+            self._kept = kept
+        self.rows = [*self.rows, *(rows[number] for number in left)]
+        self.keep(sorted(range(len(self.rows)), key=lambda number: order[self.rows[number].task]))
+        return ended
+
+    @torch.no_grad()
+    def advance(self) -> list[Row]:
+        """Draw one token of every row; return the rows that have ended."""
+        model, rows = self._model, self.rows
+        self._kept.next_column()
+        starts = [self._learnt[row.task][1] + len(row.prompt) + len(row.tokens) - 1 for row in rows]
+        batch = _stream([row.task for row in rows], [row.tokens[-1:] for row in rows], starts).to(model.device)
+        if self._version != model.stream.version:  # adapters came, went or moved since the last token
+            self._passes, self._version = None, model.stream.version
         # Learnt prompts are among the kept keys and values, or were embedded: no row begins in this pass.
-        with model.multiplexing(batch, passes), temporary_attributes(model, has_prompts=False):
-            passes = model.stream.passes  # made of these rows in their first step
-            logits_BV = head_logits(backbone, model.hidden_states(batch, rows=kept))
+        with model.multiplexing(batch, self._passes), temporary_attributes(model, has_prompts=False):
+            self._passes = model.stream.passes  # made of these rows in their first step
+            logits_BV = head_logits(model.backbone, model.hidden_states(batch, rows=self._kept))
+        ended, left = self._take(rows, self._draws, logits_BV)
+        if len(left) < len(rows):
+            self.keep(left)
+        return ended
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Keep the rows of these numbers, in their order from now on, and forget the others."""
+        if list(numbers) != list(range(len(self.rows))):
+            self.rows = [self.rows[number] for number in numbers]
+            if self.rows:
+                self._kept.select(numbers)
+        self._draws, self._passes = Draws(self.rows, self._model.device), None
+
+    def _take(self, rows: Sequence[Row], draws: Draws, logits_BV: torch.Tensor) -> tuple[list[Row], list[int]]:
+        """Append the next token to rows; return those that have ended, and the numbers of the others."""
+        for row, token, logprob, is_finite in zip(rows, *draws.next_tokens(logits_BV), strict=True):
+            if is_finite:
+                row.take(token, logprob, self._tokenizer)
+            else:
+                row.finish_reason = "non_finite"
+        ended = [row for row in rows if row.finish_reason]
+        return ended, [number for number, row in enumerate(rows) if not row.finish_reason]
+
+
+def _add_prompt_logprobs(
+    row: Row, hidden_TD: torch.Tensor, end: int, batch: MuxBatch, model: MultiTaskPeftModel
+) -> None:
+    """Give a row the log-probabilities of its prompt.
+
+    Args:
+        row: the row.
+        hidden_TD: hidden states of the prompts of a batch.
+        end: where its prompt ends among them.
+        batch: the prompts, which the stream reads.
+        model: the model.
+    """
+    logprobs: list[float | None] = [None]
+    tops: list[TopLogprobs] = [()]
+    vocab_size, first = model.backbone.config.get_text_config().vocab_size, end - len(row.prompt)
+    step = block_rows(vocab_size, hidden_TD.device.type)
+    for start in range(first, end - 1, step):
+        stop = min(start + step, end - 1)
+        offsets = tuple(min(max(offset - start, 0), stop - start) for offset in batch.task_offsets)
+        with model.stream.selected_rows(offsets, batch.token_places[start:stop], model.adapters):
+            logits_MV = head_logits(model.backbone, hidden_TD[start:stop])
+        norms_M = torch.logsumexp(logits_MV, dim=-1)
+        targets_M = batch.input_ids[0, start + 1 : stop + 1]
+        logprobs += (logits_MV.gather(1, targets_M[:, None])[:, 0] - norms_M).tolist()
+        tops += _likeliest(logits_MV, norms_M, row.prompt_logprobs or 0)
+    row.found |= {"prompt_logprobs": tuple(logprobs), "prompt_top_logprobs": tuple(tops)}
+
+
+def _likeliest(logits_MV: torch.Tensor, norms_M: torch.Tensor, count: int) -> list[TopLogprobs]:
+    """Return the likeliest tokens of each row of logits, with their log-probabilities."""
+    values, ids = torch.topk(logits_MV, min(count, logits_MV.shape[1]))
+    pairs = zip(ids.tolist(), (values - norms_M[:, None]).tolist(), strict=True)
+    return [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
 class Draws:
@@ -400,6 +522,11 @@ class Draws:
             pairs = zip(probabilities_nV, rows, strict=True)
             tokens_B[live] = torch.cat([torch.multinomial(own, 1, generator=row.generator) for own, row in pairs])
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - norms_B
+        for number, row in enumerate(self._rows):
+            if row.top_logprobs:
+                own = slice(number, number + 1)
+                tops = _likeliest(logits_BV[own], norms_B[own], row.top_logprobs)
+                row.found["top_logprobs"] = (*row.found.get("top_logprobs", ()), *tops)
         return tokens_B.tolist(), logprobs_B.tolist(), are_finite
 
 

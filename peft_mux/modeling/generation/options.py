@@ -59,6 +59,7 @@ class SamplingOptions(_KnownSettings):
         repetition_penalty: logits of tokens that came before, in the prompt or the completion, are divided by it where
             positive and multiplied where negative; 1 for none. It applies with and without `do_sample`.
         stop_strings: texts after which a completion ends; `Completion.text` ends before them.
+        stop_token_ids: sequences of tokens after which a completion ends.
         eos_token_id: tokens that end a completion; by default those of the backbone's generation configuration, and
             the tokenizer's.
         seed: fixes the draws of a row. A row's completion is what `PeftModel.generate` gives for it alone after
@@ -84,6 +85,7 @@ class SamplingOptions(_KnownSettings):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_strings: Sequence[str] = ()
+    stop_token_ids: Sequence[Sequence[int]] = ()
     eos_token_id: int | Sequence[int] | None = None
     seed: int = 42
 
@@ -109,8 +111,12 @@ class SamplingOptions(_KnownSettings):
                 isinstance(stops, (list, tuple)) and all(map(is_text, stops)),
                 "texts of at least one character",
             ),
+            "stop_token_ids": (
+                isinstance(self.stop_token_ids, (list, tuple)) and all(map(_are_tokens, self.stop_token_ids)),
+                "lists of at least one token id",
+            ),
             "eos_token_id": (
-                bool(eos_ids) and all(is_integer(one, 0, _MOST_TOKENS) for one in eos_ids),
+                _are_tokens(eos_ids),
                 "a token id, a list of them, or None",
             ),
             "seed": (is_integer(self.seed, 0, _MOST_SEED), "an integer in [0, 2**63)"),
@@ -130,6 +136,11 @@ class SamplingOptions(_KnownSettings):
         """The tokens that end a completion; `None` for those of the backbone."""
         given = self.eos_token_id
         return None if given is None else (given,) if isinstance(given, int) else tuple(given)
+
+
+def _are_tokens(ids: Any) -> bool:
+    """Whether a value is a list of at least one token id."""
+    return isinstance(ids, (list, tuple)) and bool(ids) and all(is_integer(one, 0, _MOST_TOKENS) for one in ids)
 
 
 def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
@@ -266,6 +277,9 @@ class GenerationRequest(_KnownSettings):
         prompt: a text, token ids, or messages.
         options: how the completion is drawn; `None` for those of the call.
         seed: fixes the draws; `None` for the seed of the options plus the request's place among those of its task.
+        top_logprobs: how many of the likeliest tokens `Completion.top_logprobs` has for each token of the completion.
+        prompt_logprobs: how many of them `Completion.prompt_top_logprobs` has for each token of the prompt, 0 for the
+            log-probabilities of the prompt's own tokens alone; `None` for neither.
 
     Raises:
         ConfigError: naming every field that is of a wrong type.
@@ -279,6 +293,8 @@ class GenerationRequest(_KnownSettings):
     prompt: Prompt
     options: SamplingOptions | None = None
     seed: int | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields that the prompt's own check leaves out."""
@@ -289,7 +305,15 @@ class GenerationRequest(_KnownSettings):
             faults.append(Fault("options", shown(self.options), "SamplingOptions(...), or None"))
         if self.seed is not None and not is_integer(self.seed, 0, _MOST_SEED):
             faults.append(Fault("seed", shown(self.seed), "an integer in [0, 2**63), or None"))
+        if not is_integer(self.top_logprobs, 0, _MOST_TOKENS):
+            faults.append(Fault("top_logprobs", shown(self.top_logprobs), "an integer of at least 0"))
+        if self.prompt_logprobs is not None and not is_integer(self.prompt_logprobs, 0, _MOST_TOKENS):
+            faults.append(Fault("prompt_logprobs", shown(self.prompt_logprobs), "an integer of at least 0, or None"))
         raise_faults(faults)
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at a place with their log-probabilities, the likeliest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,9 +327,13 @@ class Completion:
         text: the completion as text, without special tokens and up to a stop string; `None` without a tokenizer.
         logprobs: natural log-probability of each token of the completion under the model, before temperature, filters
             and penalties.
-        finish_reason: "stop" for an end-of-sequence token or a stop string, "length" for `max_new_tokens`, and
-            "non_finite" if the model's next logits were NaN or infinite; such a row ends there, and it alone.
+        finish_reason: "stop" for an end-of-sequence token, a stop string or stop tokens, "length" for `max_new_tokens`,
+            and "non_finite" if the model's next logits were NaN or infinite; such a row ends there, and it alone.
         seed: what the draws were made from.
+        top_logprobs: for each token of the completion the likeliest ones, as many as were asked for.
+        prompt_logprobs: log-probability of each token of the prompt but the first, which has `None`; empty if they were
+            not asked for.
+        prompt_top_logprobs: for each token of the prompt the likeliest ones, none for the first.
     """
 
     task: str
@@ -315,3 +343,6 @@ class Completion:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length", "non_finite"]
     seed: int
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
