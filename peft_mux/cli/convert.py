@@ -84,9 +84,13 @@ def convert(arguments: argparse.Namespace) -> int:
     raise_faults(located(faults, path.name, lines))
     settings |= _targets(given, settings)
     _hold_out(given, settings, notes)
+    parts = settings.get("task.dataset")
+    places: list[tuple[dict[str, Any], str]] = [(part, "path") for part in parts] if isinstance(parts, list) else []
     for key in ("model", "tokenizer", "output_dir", "task.init_adapter", "task.dataset", "task.eval_dataset"):
-        if key in settings and (key == "output_dir" or Path(settings[key]).exists()):
-            settings[key] = os.path.relpath(settings[key], out.parent)
+        places += [(settings, key)] if isinstance(settings.get(key), str) else []
+    for section, key in places:
+        if key == "output_dir" or Path(section[key]).exists():
+            section[key] = os.path.relpath(section[key], out.parent)
     name = re.sub(r"\W", "-", path.stem, flags=re.ASCII)[:64]
     made: dict[str, Any] = {"model": None, "output_dir": f"runs/{name}", "model_init_kwargs": {}, "run": {}}
     for key, value in settings.items():
@@ -181,12 +185,11 @@ def _hold_out(given: Mapping[str, Any], settings: dict[str, Any], notes: list[st
     """Divide the rows into those of training and held-out ones; without any, leave settings of evaluations out."""
     key = "val_size" if "val_size" in given else "val_set_size"
     size = given.get(key) or 0
-    share = f"-{size}" if size >= 1 else f"{100 * (1 - size):.6g}%"
-    if size and "task.split" not in settings and "task.eval_dataset" not in settings and "." not in share:
-        settings |= {"task.split": f"train[:{share}]", "task.eval_split": f"train[{share}:]"}
+    if size and "task.eval_dataset" in settings:
+        notes.append(f"{key}: the held-out rows are those of eval_dataset")
     elif size:
-        notes.append(f"{key}: set split and eval_split, in whole percent")
-    if "task.eval_split" in settings or "task.eval_dataset" in settings:
+        settings["task.val_size"] = int(size) if size >= 1 else size
+    if "task.val_size" in settings or "task.eval_dataset" in settings:
         return
     for key in [key for key in settings if key.startswith(("run.eval", "task.early_stopping", "run.load_best"))]:
         del settings[key]
@@ -210,15 +213,23 @@ def _rows(
             faults += [fault for fault in more if fault not in faults]
             if more:
                 continue
-            if place or not (is_training or found["row_format"] == rows.get("row_format")):
-                notes.append(
-                    f"{where} {found['dataset']}: a task has one dataset of one row format; mix the rows: docs/data.md"
-                )
-            elif is_training:
-                rows = found
-            else:
+            if rows and found["row_format"] != rows["row_format"]:
+                notes.append(f"{where} {found['dataset']}: a task has rows of one format; give it a task of its own")
+            elif not is_training and (place or not rows):
+                notes.append(f"{where} {found['dataset']}: a task has one eval_dataset")
+            elif not is_training:
                 rows |= {"eval_dataset": found["dataset"], "eval_split": found["split"]}
+            elif not rows:
+                rows = found
+            else:  # joined, as there
+                parts = rows["dataset"] if place > 1 else [_part(rows)]
+                rows = {"dataset": [*parts, _part(found)], "row_format": rows["row_format"]}
     return {f"task.{name}": value for name, value in rows.items() if value}
+
+
+def _part(rows: Mapping[str, Any]) -> dict[str, Any]:
+    part = {"path": rows["dataset"], "dataset_config": rows["dataset_config"], "split": rows["split"]}
+    return {key: value for key, value in part.items() if value}
 
 
 def _row_format(name: str, columns: Mapping[str, str]) -> Any:

@@ -115,7 +115,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             OF_FACTORY
             | {"row_format": {"format": "alpaca_chat", "instruction": "q", "output": "a", "history": "before"}}
             | {"completion_only_loss": False, "assistant_only_loss": True}
-            | {"split": "train[:50%]", "eval_split": "train[50%:]"},
+            | {"val_size": 0.5},
             ["dataset.1 ", "template: the tokenizer's chat", "plot_loss", "deepspeed: adapters of many", "use_galore"],
         ),
         (
@@ -143,7 +143,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"messages": SPOKEN},
             OF_AXOLOTL
             | {"row_format": {"format": "sharegpt", "conversations": "messages"}, "assistant_only_loss": True}
-            | {"split": "train[:-2]", "eval_split": "train[-2:]", "packing": True},
+            | {"val_size": 2, "packing": True},
             [
                 "datasets.0.train_on_eos",
                 "attn_implementation: attention",
@@ -158,7 +158,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "two"}},
             OF_AXOLOTL
             | {"row_format": "sharegpt", "objective": "dpo", "loss_type": "ipo", "objective_args": {"beta": 0.3}},
-            ["datasets.1 org/other: a task has one dataset"],
+            ["datasets.1 org/other: a task has rows of one format"],
         ),
         (
             AXOLOTL + "rl: kto\nkto_undesirable_weight: 0.2\ndatasets: [{path: rows.jsonl, type: chatml.intel}]\n",
@@ -169,9 +169,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["datasets.0.type chatml.intel: the tokenizer's chat template is used"],
         ),
         (
-            AXOLOTL + "datasets: [{path: rows.jsonl, type: completion, field: body}]\n",
+            AXOLOTL + "datasets:\n- &rows {path: rows.jsonl, type: completion, field: body}\n- *rows\n",
             {"body": "say one"},
-            OF_AXOLOTL | {"row_format": {"text": "body"}},
+            OF_AXOLOTL | {"dataset": [{"path": "rows.jsonl"}, {"path": "rows.jsonl"}], "row_format": {"text": "body"}},
             ["number of processes: train_batch_size"],
         ),
     ],
