@@ -444,6 +444,8 @@ _COUNT = _integer(1)
 _TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
 _OPTIONS = Rule(_is_options, "a dict of options, or None")
 _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
+_AUTO_PASS_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""More tokens in a pass take as long for each: on a GPU products are at their best rate from 4,096 on."""
 _SWITCHES = "share_prefixes use_liger_kernel"
 _IS_FLAG = {"nargs": "?", "const": True}
 """For `HfArgumentParser`: the name of a field without a value stands for `True`, as with fields of the type bool."""
@@ -473,7 +475,7 @@ _RULES: Mapping[str, Rule] = {
             "seed": Rule(lambda value: is_integer(value, 0, 2**32 - 1), "an integer in [0, 2**32)"),
             "logging_steps save_steps": _interval(1),
             "eval_steps": _optional(_interval(1)),
-            "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch min_chunk_size": _COUNT,
+            "per_device_train_batch_size gradient_accumulation_steps min_chunk_size": _COUNT,
             "tensor_parallel_size pipeline_parallel_size replan_steps": _COUNT,
             "chunk_size save_total_limit num_micro_batches torch_empty_cache_steps": _optional(_COUNT),
             "per_device_eval_batch_size": _COUNT,
@@ -494,7 +496,7 @@ _RULES: Mapping[str, Rule] = {
             ),
             "report_to": Rule(_is_report, 'the name of a logger that is installed, a list of them, "all" or "none"'),
             "ddp_timeout": Rule(lambda value: is_integer(value, 1, MOST_STEPS), "a number of seconds of at least 1"),
-            "interleaved_passes": Rule(
+            "interleaved_passes max_tokens_per_micro_batch": Rule(
                 lambda value: _equals(value, "auto") or _COUNT.is_valid(value), f'"auto", or {_COUNT.allowed}'
             ),
             "memory_limit_gib": Rule(
@@ -540,7 +542,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
             several processes it must be less than `ddp_timeout`, as they wait for one another during that time.
         overlong_policy: "truncate" keeps the start of longer rows, "drop" leaves them out, "error" refuses them.
         max_tokens_per_micro_batch: tokens that one forward and backward pass may hold; the global batches of all tasks
-            are divided into as many passes as that takes.
+            are divided into as many passes as that takes. "auto", the default, is what fits into the memory of a GPU,
+            16,384 at most, and 4,096 on a CPU.
         chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
         min_chunk_size: smallest chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
@@ -617,7 +620,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     max_length: int = field(default=1024, metadata={"help": "Tokens of a row above which overlong_policy applies."})
     data_timeout_s: float = field(default=300.0, metadata={"help": "Seconds to wait for the rows of a stream."})
     overlong_policy: str = field(default="truncate", metadata={"help": "truncate, drop or error."})
-    max_tokens_per_micro_batch: int = field(default=4096, metadata={"help": "Tokens of one forward and backward pass."})
+    max_tokens_per_micro_batch: int | str = field(
+        default="auto", metadata={"help": "Tokens of one forward and backward pass: a number, or auto."}
+    )
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
     min_chunk_size: int = field(default=64, metadata={"help": "Smallest chunk size of that rule."})
     pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
@@ -716,6 +721,14 @@ class MultiTaskTrainingArguments(TrainingArguments):
         """Whether activations are recomputed in the backward pass, under either of the two names."""
         return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
 
+    def pass_tokens(self, device_type: str | None = None) -> int:
+        """Return the most tokens of a pass on a device of a type, by default the run's own, as asked for.
+
+        With "auto", plans for a GPU lower the number to what fits into its memory.
+        """
+        asked = self.max_tokens_per_micro_batch
+        return _AUTO_PASS_TOKENS[device_type or self.device.type] if isinstance(asked, str) else asked
+
     @property
     def checkpointing_kwargs(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint`, under either of the two names."""
@@ -790,7 +803,7 @@ def _or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
 # `HfArgumentParser` calls the type of a field with a text. Of a union with `str` it would call the other type.
 MultiTaskTrainingArguments.__annotations__ |= {
     **dict.fromkeys(_SWITCHES.split(), _or_auto(string_to_bool)),
-    "interleaved_passes": _or_auto(int),
+    **dict.fromkeys(("interleaved_passes", "max_tokens_per_micro_batch"), _or_auto(int)),
 }
 
 

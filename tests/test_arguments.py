@@ -153,7 +153,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "seed": [2**32],
     "per_device_train_batch_size": [0, None, "4"],
     "gradient_accumulation_steps": [0, 10**12],
-    "max_tokens_per_micro_batch": [0, 1.5],
+    "max_tokens_per_micro_batch": [0, 1.5, "all"],
     "memory_limit_gib": [0, math.inf, True],
     "replan_gain": [-0.1, "5%"],
     "dataloader_num_workers": [-3],

@@ -53,6 +53,7 @@ def numerics_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     kernel = varlen_kernel() if is_cuda else None
     values = {name: getattr(args, name) for name in _NUMERIC_ARGUMENTS}
+    values["max_tokens_per_micro_batch"] = args.pass_tokens()
     return {
         **{
             name: value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

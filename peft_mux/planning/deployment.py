@@ -268,7 +268,7 @@ def _composed(
     schedule = args.pipeline_schedule
     replicas = ReplicaPlanner(
         facts,
-        max_tokens=args.max_tokens_per_micro_batch,
+        max_tokens=args.pass_tokens(facts.memory.device_type),
         policy=args.planner,
         schedule=schedule,  # type: ignore[arg-type]
     )

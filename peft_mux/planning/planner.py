@@ -20,6 +20,7 @@ from peft_mux.engine.tasks.task_run import TaskRun, run_interval
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
 from peft_mux.kernels.availability import has_triton, reason_against_kernels
+from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.backbone.quantized import quantization_method
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -37,6 +38,7 @@ from peft_mux.planning.loads import (
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 from peft_mux.planning.targets import (
     Target,
+    execution_of,
     interleaved_passes,
     other_target,
     own_target,
@@ -47,7 +49,7 @@ from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import Parts, Profile, corrected
+from peft_mux.scheduler.costs.profile import FUSED, Parts, Profile, corrected
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import TurnTimes, planned_passes
@@ -136,7 +138,7 @@ class Planner:
         # Read now, since a stage later holds only a part of these parameters.
         self._known = {name: whole_shapes(model, name) for name in model.tasks}
         self._profile: tuple[Profile, tuple[str, ...]] | None = None
-        self._kept_bytes: dict[str, float] = {}
+        self._kept_bytes: dict[tuple[str, bool], float] = {}
         self._last_inputs: PlanInputs | None = None
 
     # ------------------------------------------------------------------ plans
@@ -336,7 +338,7 @@ class Planner:
             self.shapes_of(run.name),
             self.shape.num_layers,
             cut=self.cut_layers,
-            chain_tokens=self.args.max_tokens_per_micro_batch if splits else None,
+            chain_tokens=self.args.pass_tokens() if splits else None,
             routed_share=self.shape.routed_share,
         )
 
@@ -347,22 +349,30 @@ class Planner:
         is_part = len(here) < len(known) and all(known.get(key) == shape for key, shape in here.items())
         return known if is_part else here
 
-    def counted_bytes(self, loads: Sequence[TaskLoad], device_type: str) -> float | None:
-        """Return what a pass keeps for each token, counted once on the meta device; `None` for the analytic number."""
+    def counted_bytes(self, loads: Sequence[TaskLoad], device_type: str, *, is_fused: bool = False) -> float | None:
+        """Return what a pass keeps for each token, counted once on the meta device; `None` for the analytic number.
+
+        Args:
+            loads: the loads of the tasks.
+            device_type: "cuda" or "cpu".
+            is_fused: whether the layers compute by Liger's kernels, which keep less.
+        """
         if not loads or quantization_method(self.source.config) is not None:
             return None
         # Once a run: it takes seconds with many tasks (docs/log.md).
-        if device_type not in self._kept_bytes:
+        key = device_type, is_fused
+        if key not in self._kept_bytes:
             lengths = [length for load in loads for length in load.lengths][:SAMPLE_ROWS]
-            self._kept_bytes[device_type] = count_activation_bytes_per_token(
+            self._kept_bytes[key] = count_activation_bytes_per_token(
                 self.model,
                 lengths,
                 dtype=self.source.dtype,
                 autocast=torch.bfloat16 if self.args.bf16 else None,
                 device_type=device_type,
                 checkpointing=self.args.uses_checkpointing,
+                liger=(self.args.liger_kernel_config or {}) if is_fused else None,
             )
-        return self._kept_bytes[device_type]
+        return self._kept_bytes[key]
 
     # ---------------------------------------------------------------- internal
 
@@ -414,10 +424,10 @@ class Planner:
             backbone_shards=target.backbone_shards,
             optimizer_shards=target.num_replicas if args.shard_optimizer else 1,
             checkpointing=args.uses_checkpointing,
-            activation_bytes_per_token=self.counted_bytes(busiest, target.device_type),
+            activation_bytes_per_token=self.counted_bytes(busiest, target.device_type, is_fused=self._is_fused(target)),
             device_type=target.device_type,
         )
-        max_tokens, cost = args.max_tokens_per_micro_batch, self._cost_model(target)
+        max_tokens, cost = args.pass_tokens(target.device_type), self._cost_model(target)
         layers = self.cuts.get(target.num_stages) if target.is_own else None
         if layers is None or min(layers) < num_chunks:
             limit = target.limit_bytes
@@ -441,6 +451,15 @@ class Planner:
         )
         cost, memory = replace(cost, layers_per_stage=layers), replace(memory, layers_per_stage=layers)
         return PlanInputs(given, target, replicas, busiest, cost, memory, budget)
+
+    def _is_fused(self, target: Target) -> bool:
+        """Whether layers compute by Liger's kernels: on the own GPU as they do now, elsewhere as they will."""
+        if target.device_type != "cuda":
+            return False
+        backbone = self.model.backbone
+        if target.is_own and next(backbone.parameters()).is_cuda:
+            return is_fused(backbone)
+        return execution_of(self.args, target.num_stages * target.devices_per_stage) is FUSED
 
     def _cost_model(self, target: Target) -> CostModel:
         """Return the cost model for a target whose stages have these numbers of layers, by default equal ones."""
@@ -479,7 +498,7 @@ def _run_notes(
     outcome: Outcome, runs: Sequence[TaskRun], target: Target, args: MultiTaskTrainingArguments
 ) -> list[str]:
     """Return remarks on bounds, on the path that adapters take, on rows, and on CUDA graphs."""
-    notes, asked = [], args.max_tokens_per_micro_batch
+    notes, asked = [], args.pass_tokens(target.device_type)
     if outcome.max_tokens < asked:
         notes.append(
             f"passes hold at most {outcome.max_tokens:,} tokens instead of {asked:,}, as no more fit into memory"

@@ -97,7 +97,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
             optimizer_shards=(cluster.num_devices if cluster else args.world_size) if args.shard_optimizer else 1,
         ),
         limit_bytes=limit,
-        pass_tokens=max(args.max_tokens_per_micro_batch, *most_tokens),
+        pass_tokens=max(args.pass_tokens(device_type), *most_tokens),
         links=links,
         supports=supported_configs(planner, runs),
     )

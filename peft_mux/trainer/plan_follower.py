@@ -276,7 +276,7 @@ class PlanFollower:
     @property
     def max_tokens(self) -> int:
         """Tokens that a pass may hold, as far as is known from the memory."""
-        asked = self._run.args.max_tokens_per_micro_batch
+        asked = self._run.args.pass_tokens()
         return asked if self.current is None else self.current.max_tokens_per_micro_batch
 
     @property

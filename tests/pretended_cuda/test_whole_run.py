@@ -61,6 +61,7 @@ def test_norms_rotary_embeddings_and_mlps_are_fused_by_default(small: dict[str, 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_tables_and_graphs_are_made_for_few_sets_of_tasks(run_cases: Run, cuda_graphs: bool) -> None:
     case = {**SMALL, "tasks": 8, "rows": 8, "mean": 180, "steps": 20, "dtype": "bf16", "cuda_graphs": cuda_graphs}
+    case["max_tokens_per_micro_batch"] = 4096  # several passes a step, of different tasks
     seen = seen_of(run_cases({"many": case}), "many")
     assert seen["waits"].keys() == {"opening", "updates", "evaluations", "saves"}
     assert seen["sets"] > 30

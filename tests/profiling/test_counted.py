@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.profiling import memory
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
+from peft_mux.scheduler.costs.loads import ModelShape
+from peft_mux.scheduler.costs.memory import MemoryModel
 from tests.invariants.mux_lab import tiny_llama
 
 LENGTHS = (9, 5)
@@ -55,6 +58,8 @@ OTHERS: dict[str, Callable[[], tuple[MultiTaskPeftModel, dict[str, Any]]]] = {
     "autocast": lambda: (a_model(), {"autocast": torch.bfloat16}),
     "device": lambda: (a_model(), {"autocast": torch.bfloat16, "device_type": "cuda"}),
 }
+if has_liger():
+    OTHERS["Liger"] = lambda: (a_model(), {"autocast": torch.bfloat16, "device_type": "cuda", "liger": {}})
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -76,3 +81,26 @@ def test_a_model_whose_configuration_cannot_be_compared_is_counted_each_time(cou
     first, second = (count_activation_bytes_per_token(model, LENGTHS) for _ in range(2))
     assert first == second
     assert len(counts) == 2
+
+
+@pytest.mark.skipif(not has_liger(), reason="needs Liger")
+def test_passes_of_an_8b_llama_are_a_third_larger_with_ligers_kernels() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        backbone = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=512, **sizes)).bfloat16()
+    model = MultiTaskPeftModel(backbone, {"a": lora(r=16, target_modules="all-linear")}, verify=False)
+
+    def layer_bytes(liger: dict[str, bool] | None) -> float:
+        how = {"autocast": torch.bfloat16, "device_type": "cuda", "liger": liger}
+        return (count_activation_bytes_per_token(model, [46] * 16, **how) - 2 * 4096) / 2
+
+    plain, fused = layer_bytes(None), layer_bytes({})
+    # Attention on the meta device keeps its output twice: 139 KB are kept on a GPU.
+    assert (plain, fused) == (pytest.approx(194e3, rel=0.03), pytest.approx(149e3, rel=0.03))
+    assert layer_bytes({"rms_norm": False, "swiglu": False, "rope": False}) == plain == layer_bytes(None)
+    shape = ModelShape(32, 4096, 14336, 4096, 1024, 128256, 16_060_522_240, 2)
+    limit_bytes = int(0.95 * 85e9)
+    fitting = [
+        MemoryModel(shape, activation_bytes_per_token=32 * each).max_tokens((), limit_bytes) for each in (plain, fused)
+    ]
+    assert fitting == [pytest.approx(9_700, rel=0.05), pytest.approx(12_600, rel=0.05)]

@@ -229,6 +229,7 @@ def test_a_plan_for_other_devices_is_a_pipeline_and_needs_none_of_them(planned: 
     assert not any(remark in note for note in planned.plan().notes)
     assert plan.num_stages == 2
     assert plan.device == "2 x A100-80GB"
+    assert (planned.plan().max_tokens_per_micro_batch, plan.max_tokens_per_micro_batch) == (4096, 16384)
     assert plan.gantt(60).count("stage") >= 2
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(ConfigError, match=r"devices: .*A100-80GB"):

@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -69,6 +69,35 @@ def unfuse(backbone: Any) -> None:
     for module in backbone.modules():
         if (plain := getattr(type(module), "_plain_class", None)) is not None:
             module.__class__ = plain
+
+
+@contextmanager
+def fused_without_data(backbone: Any, switches: Mapping[str, bool] | None) -> Iterator[None]:
+    """Let a backbone without weights compute by Liger's kernels in the `with` block; they launch nothing there.
+
+    Args:
+        backbone: a model on the meta device; it stays plain if Liger has no kernels for it.
+        switches: as for `fuse_layers`; `None` to leave it plain.
+    """
+    if switches is None:
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        is_empty = any(isinstance(value, torch.Tensor) and value.is_meta for value in args)
+        return None if is_empty else launch(function, *args, **kwargs)
+
+    with suppress(Exception):  # `fuse_layers` will say why
+        _patch(backbone, switches)
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+        unfuse(backbone)
 
 
 def is_fused(backbone: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.backbone.liger import fused_without_data
 from peft_mux.modeling.backbone.modules import find_layers, first_layers, is_meta, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
@@ -69,6 +70,7 @@ def count_activation_bytes_per_token(
     autocast: torch.dtype | None = None,
     device_type: str = "cpu",
     checkpointing: bool = False,
+    liger: Mapping[str, bool] | None = None,
 ) -> float:
     """Return the bytes that a pass keeps for its backward, divided by its tokens.
 
@@ -84,6 +86,7 @@ def count_activation_bytes_per_token(
         device_type: "cuda" or "cpu", because autocast leaves other operations in fp32 on each.
         checkpointing: whether activations are recomputed: then each layer keeps only its input, and one of them
             everything while it is recomputed.
+        liger: which of Liger's kernels the layers compute by, as `liger_kernel_config`; `None` for none.
 
     Returns:
         The analytic number, with a warning, if a part of the forward does not run without data.
@@ -96,10 +99,10 @@ def count_activation_bytes_per_token(
         kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
         # A model on the meta device is run unchanged, and may differ from its configuration.
         description = None if is_meta(backbone) else description_of(model)
-        how = (tuple(kinds), tuple(lengths), held, autocast, device_type)
+        how = (tuple(kinds), tuple(lengths), held, autocast, device_type, None if liger is None else str(liger))
         counted = None if description is None else _COUNTED.get((description, how))
         if counted is None:
-            counted = _kept_per_token(model, kinds, lengths, held, autocast, device_type)
+            counted = _kept_per_token(model, kinds, lengths, held, autocast, device_type, liger)
             if len(_COUNTED) >= _MOST:
                 _COUNTED.clear()
             if description is not None:
@@ -126,10 +129,12 @@ def _kept_per_token(
     held: torch.dtype,
     autocast: torch.dtype | None,
     device_type: str,
+    liger: Mapping[str, bool] | None,
 ) -> float:
     """Return the bytes that a pass without checkpointing keeps for each token, the layers being of these kinds."""
     mode = _AutocastOnMeta(autocast, device_type)
-    with mode.replaces_torch(), _described(model, held, num_telling_layers(kinds)) as described:
+    telling = _described(model, held, num_telling_layers(kinds))
+    with mode.replaces_torch(), telling as described, fused_without_data(described.backbone, liger):
         kept = mode.kept = _SavedStorages(described)
         names = [described.tasks[number % len(described.tasks)] for number in range(len(lengths))]
         virtual = described.virtual_labels
