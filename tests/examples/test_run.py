@@ -88,6 +88,14 @@ def test_the_adapters_of_the_quickstart_answer_together(quickstart: tuple[str, P
     assert sum(text.strip(" .") == wanted.strip(" .") for _, text, wanted in rows) >= 5
 
 
+def test_three_models_with_three_losses_learn_in_one_pass_and_one_is_sampled() -> None:
+    printed = run_example("calls.py", "--num-steps", "6")
+    losses = [re.findall(r"-?\d+\.\d+", line) for line in printed.splitlines() if line.startswith("step ")]
+    assert [len(own) for own in losses] == [3] * 6
+    assert all(float(last) < float(first) for first, last in zip(losses[0], losses[-1], strict=True))
+    assert re.search(r"^teacher: \[\d+, \d+, \d+\] -> \[\d+(, \d+){4}\]$", printed, flags=re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_the_quickstart_takes_a_model_of_the_readers_own(small_model: Path, tmp_path: Path) -> None:
     arguments = ("--model", str(small_model), "--output-dir", str(tmp_path / "out"), "--max-steps", "2")
