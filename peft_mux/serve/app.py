@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import json
 import secrets
+import tarfile
+import tempfile
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +24,7 @@ import torch
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,9 +56,14 @@ POLL_S = 30.0
 KEEP_S = 86_400.0
 """Seconds for which results are kept."""
 _LINK_S = 900.0
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _PROTOBUF = "application/x-protobuf"
 _IN_PROTOBUF = ("forward_backward", "asample")
 """Kinds of requests whose results are protobuf."""
+
+
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number of a request, a model or a sampling session, as the ledger can hold it."""
 
 
 class _Open(BaseModel):
@@ -85,7 +92,7 @@ class CreateModel(_Body):
     """A new model."""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
     lora_config: LoraBody | None = None
     optimizer_config: dict[str, Any] | None = None
@@ -99,9 +106,9 @@ class LoadWeights(_Body):
     path: str
     optimizer: bool
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     base_model: str | None = None
     optimizer_config: dict[str, Any] | None = None
     user_metadata: dict[str, Any] | None = None
@@ -113,7 +120,7 @@ class OptimStep(_Body):
     """A step of the optimizer."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: Annotated[Number, Field(ge=1)]
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
     type: str = "optim_step"
@@ -123,12 +130,12 @@ class SaveWeights(_Body):
     """A checkpoint of any kind, or weights for sampling that have no path."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: Annotated[Number, Field(ge=1)]
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     age_encryption_recipients: list[str] | None = None
     type: str = ""
@@ -138,7 +145,7 @@ class CreateSamplingSession(_Body):
     """A client that samples from a base model or a checkpoint."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
     type: str = "create_sampling_session"
@@ -148,7 +155,7 @@ class Sample(_Body):
     """A prompt to complete."""
 
     sampling_session_id: str
-    seq_id: int = Field(ge=0)
+    seq_id: Number
     prompt: dict[str, Any]
     sampling_params: dict[str, Any]
     num_samples: int = 1
@@ -396,6 +403,7 @@ def make_app(service: Service) -> FastAPI:
     answer(DataError, 400)
     answer(ConflictError, 409)
     answer(UnknownKeyError, 401)
+    answer(UnicodeEncodeError, 422)  # half a character in an id
     answer(StoreError, 503, **{"retry-after": "2"})
 
     @app.exception_handler(UnknownIdError)
@@ -451,11 +459,18 @@ def _open_routes(service: Service) -> APIRouter:
         return {"status": "ok"}
 
     @api.get("/links/{link}")
-    async def download(link: str) -> Any:
+    def download(link: str) -> Any:
         path, until = service.links.get(link, (None, 0.0))
-        if path is None or until < time.time() or not path.is_file():
+        if path is None or until < time.time() or not path.exists():
             raise UnknownIdError("link")
-        return FileResponse(path, filename=path.name)
+        if path.is_file():
+            return FileResponse(path, filename=path.name)
+        packed = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the answer
+        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+            for file in _ADAPTER_FILES:
+                tar.add(path / file, arcname=file)
+        packed.seek(0)
+        return StreamingResponse(packed, media_type="application/gzip")
 
     return api
 
@@ -737,7 +752,8 @@ def _routes(service: Service) -> APIRouter:
             raise HTTPException(429, reason, {"retry-after": "1"})
         raw = json.dumps(content, sort_keys=True).encode()
         new = NewRequest(key.name, row["session"], row["id"], body.seq_id, "asample", raw, num_tokens, failure)
-        names = [f"{row['id']}/{body.seq_id}/{number}" for number in range(max(1, body.num_samples))]
+        num_samples = 1 if payload is None else payload.num_samples
+        names = [f"{row['id']}/{body.seq_id}/{number}" for number in range(num_samples)]
         used = time.time()
 
         def also(db: Any) -> None:
@@ -864,11 +880,18 @@ def _routes(service: Service) -> APIRouter:
     async def external_weights_urls(model_id: str, kind: Kind, name: str, http: Request, key: Tenant) -> Any:
         row = ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
         until, urls = time.time() + _LINK_S, {}
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
+        for file in _ADAPTER_FILES:
             link = secrets.token_urlsafe(24)
             service.links[link] = service.store / row["folder"] / file, until
             urls[file] = str(http.url_for("download", link=link))
         return {"urls": urls, "expires": _iso(until)}
+
+    @api.get(f"{one_checkpoint}/archive")
+    async def archive(model_id: str, kind: Kind, name: str, http: Request, key: Tenant) -> Any:
+        row = ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
+        link, until = secrets.token_urlsafe(24), time.time() + _LINK_S
+        service.links[link] = service.store / row["folder"], until
+        return {"url": str(http.url_for("download", link=link)), "expires": _iso(until)}
 
     @api.post("/weights_info")
     async def weights_info(body: TinkerPath, key: Tenant) -> Any:

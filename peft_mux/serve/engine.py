@@ -8,6 +8,7 @@ Models of tenants that have had fewer tokens lately come first.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import sys
 import threading
@@ -17,18 +18,15 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-import numpy as np
 import torch
 
 from peft_mux.calls import AdamSettings, Call, CallFailure, Calls, Example, Frozen
 from peft_mux.errors import CheckpointError, ConfigError, DataError, is_integer, is_real, shown
-from peft_mux.modeling.generation.decoding import generate
-from peft_mux.modeling.generation.options import GenerationRequest, SamplingOptions
+from peft_mux.modeling.generation.options import Completion, GenerationRequest, SamplingOptions
 from peft_mux.serve.checkpoints import (
     Writer,
     delete_folder,
@@ -45,8 +43,8 @@ _WAVE_S = 0.002
 _HALF_LIFE_S = 60.0
 """Seconds after which tokens of a tenant count half for fairness."""
 _LIMITS_S = 5.0
-_MOST_SAMPLED_TOKENS = 2**14
-"""Most tokens of prompts and completions of a batch that is sampled; a larger request is a batch by itself."""
+_MOST_SAMPLED_TOKENS = 2**16
+"""Most tokens of prompts and completions in the batch that is sampled; a larger request is a batch by itself."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,8 @@ class SampleCall:
         seed: that of the first one, the others follow; `None` for one made of the request's id.
         wants_prompt: whether log-probabilities of the prompt are wanted.
         num_scored: of how many of its last tokens.
+        prompt_scores: number of likeliest tokens at each of these; `None` if nothing of the prompt is wanted.
+        sample_topk: number of likeliest tokens at each token of a completion.
     """
 
     prompt: list[int]
@@ -124,6 +124,8 @@ class SampleCall:
     seed: int | None
     wants_prompt: bool
     num_scored: int
+    prompt_scores: int | None
+    sample_topk: int
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +152,12 @@ def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) ->
         if body.get(name):
             refuse(name, "left out", body[name], fix)
     prompt: list[int] = []
-    for number, chunk in enumerate(body["prompt"].get("chunks", ())):
+    chunks, stop = body["prompt"].get("chunks"), body["sampling_params"].get("stop")
+    if not isinstance(chunks, list):
+        refuse("prompt.chunks", "a list of chunks", chunks)
+    if not isinstance(stop, (str, list, type(None))):
+        refuse("sampling_params.stop", "a text, a list of texts, or a list of token ids", stop)
+    for number, chunk in enumerate(chunks):
         if not isinstance(chunk, Mapping) or chunk.get("type", "encoded_text") != "encoded_text":
             kind = chunk.get("type") if isinstance(chunk, Mapping) else chunk
             refuse(f"prompt.chunks[{number}]", "text", kind, "Images and audio are not served: send token ids.")
@@ -169,12 +176,14 @@ def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) ->
     if not is_integer(max_tokens, 1, room):
         allowed = f"an integer from 1 to {room} for {len(prompt)} tokens of prompt and a context of {context}"
         refuse("sampling_params.max_tokens", allowed, max_tokens, "Shorten the prompt." if room < 1 else "")
-    num_samples, seed, stop = body.get("num_samples", 1), given.get("seed"), given.get("stop")
+    num_samples, seed = body.get("num_samples", 1), given.get("seed")
     temperature, top_k, top_p = given.get("temperature", 1.0), given.get("top_k", -1), given.get("top_p", 1.0)
     for name, value, least, most in (
         ("num_samples", num_samples, 1, 1024),
         ("sampling_params.seed", 0 if seed is None else seed, -(2**63), 2**64 - 1),
         ("sampling_params.top_k", top_k, -1, 10**6),
+        ("topk_prompt_logprobs", body.get("topk_prompt_logprobs", 0), 0, _MOST_TOPK),
+        ("topk_sample_logprobs", body.get("topk_sample_logprobs", 0), 0, _MOST_TOPK),
     ):
         if not is_integer(value, least, most):
             refuse(name, f"an integer from {least} to {most}", value)
@@ -184,11 +193,12 @@ def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) ->
         refuse("sampling_params.top_p", "above 0 and at most 1", top_p)
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     are_texts = all(isinstance(one, str) and one for one in stops)
-    if not isinstance(stops, list) or not (are_texts or all(is_integer(one, 0, 2**31 - 1) for one in stops)):
+    if not are_texts and not all(is_integer(one, 0, _NO_TOKEN) for one in stops):
         refuse("sampling_params.stop", "a text, a list of texts, or a list of token ids", stop)
-    scored = len(prompt) - 1 if body.get("prompt_logprobs") else 0
+    wants_prompt, prompt_topk = bool(body.get("prompt_logprobs")), body.get("topk_prompt_logprobs", 0)
+    scored = len(prompt) - 1
     if (last := body.get("prompt_logprobs_last_n")) is not None:
-        if not body.get("prompt_logprobs") or not is_integer(last, 1, len(prompt) - 1):
+        if not wants_prompt or not is_integer(last, 1, len(prompt) - 1):
             refuse("prompt_logprobs_last_n", f"from 1 to {len(prompt) - 1} with prompt_logprobs", last)
         scored = last
     # Settings of draws are refused where the likeliest token is taken, whatever they are.
@@ -200,21 +210,22 @@ def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) ->
         eos_token_id=None if stop is None else [_NO_TOKEN] if are_texts else [int(one) for one in stops],
         **(draws if temperature > 0 else {}),
     )
-    wants_prompt = bool(body.get("prompt_logprobs"))
-    return SampleCall(prompt, options, num_samples, None if seed is None else seed % 2**63, wants_prompt, scored)
+    seed = None if seed is None else seed % 2**63
+    scores = prompt_topk if wants_prompt or prompt_topk else None
+    return SampleCall(
+        prompt, options, num_samples, seed, wants_prompt, scored, scores, body.get("topk_sample_logprobs", 0)
+    )
 
 
 _SAMPLING = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
 _NOT_SAMPLED = {
-    "topk_prompt_logprobs": "Score the tokens with forward and several targets a token.",
-    "topk_sample_logprobs": "Score the tokens with forward and several targets a token.",
     "target_prompt_logprobs": "Score the tokens with forward and several targets a token.",
     "prompt_alt_tokens_k": "Ask for topk_prompt_logprobs.",
     "record_stability_info": "It belongs to stable_reinforce, which is not served. Use importance_sampling.",
     "base_model": "Make a sampling session.",
     "model_path": "Make a sampling session.",
 }
-_MOST_NEW_TOKENS = 2**20
+_MOST_NEW_TOKENS, _MOST_TOPK = 2**20, 128
 _NO_TOKEN = 10**6
 """No vocabulary has it."""
 
@@ -274,8 +285,11 @@ class Engine:
         self._usage_at = time.monotonic()
         self._known_limits: dict[str, tuple[tuple[int | None, int | None], float]] = {}
         self.requests: dict[str, Request] = {}
-        self._tokenizer = tokenizer
+        self._tokenizer, self._sampling = tokenizer, calls.sampling(tokenizer)
+        self._rows: dict[int, tuple[Request, int]] = {}
+        self._ended: dict[str, dict[int, Completion]] = {}
         self._waiting: list[Request] = []
+        self._joining: list[Request] = []
         self._most_sampled_tokens = _MOST_SAMPLED_TOKENS
         self.passes: deque[tuple[float, float, int, int]] = deque(maxlen=10_000)
         self.failure = ""
@@ -339,8 +353,8 @@ class Engine:
                 share, seconds = self._settings.sample_share, time.perf_counter() - start
                 earned_s = earned_s + seconds * share / (1 - share) if did_something else 0.0
                 start = time.perf_counter()
-                if earned_s >= 0.0 and self._sample():
-                    did_something = True
+                if (self._waiting or self._rows) and earned_s >= 0.0:
+                    did_something |= self._sample(earned_s)
                     earned_s -= time.perf_counter() - start
                 self._flush()
                 self.models.age_snapshots()
@@ -465,6 +479,9 @@ class Engine:
             if request.seq == 0:
                 model.failure = model.failure or f"the model was not made: {reason}"
                 self._ledger.write(lambda db: db.execute("UPDATE models SET is_open = 0 WHERE id = ?", (model.id,)))
+        except Exception as error:  # a bug of ours, which must not come back at each restart
+            traceback.print_exc(file=sys.stderr)
+            self._fail(request, f"the server has failed: {type(error).__name__}: {error}", SERVER)
         self._next(model)
         return True
 
@@ -628,75 +645,90 @@ class Engine:
         model.is_wanted = True  # after a restart, its replay makes them again
         return False, None
 
-    def _sample(self) -> bool:
-        """Sample a batch of the requests that wait, and answer them; return whether there was one."""
-        chosen: list[tuple[Request, Frozen | None]] = []
-        num_tokens = 0
+    def _sample(self, seconds: float) -> bool:
+        """Add requests to the batch that is sampled, and advance it for some seconds; return whether there was one."""
+        until = time.perf_counter() + seconds
+        try:
+            self._join_rows()
+            while self._rows:
+                for number, completion in self._sampling.advance().items():
+                    request, place = self._rows.pop(number)
+                    ended = self._ended.setdefault(request.id, {})
+                    ended[place] = completion
+                    if len(ended) == request.payload.num_samples:
+                        del self._ended[request.id]
+                        self._answer(request, [ended[place] for place in sorted(ended)])
+                if time.perf_counter() >= until:
+                    return True
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            # All begin again, with the same seeds, in smaller batches.
+            requests = {request.id: request for request in (*self._joining, *(own for own, _ in self._rows.values()))}
+            self._sampling.cancel(self._sampling.numbers)
+            self._rows, self._ended, self._joining = {}, {}, []
+            self._most_sampled_tokens = sum(request.num_tokens for request in requests.values()) // 2
+            self._waiting = [*requests.values(), *(own for own in self._waiting if own.id not in requests)]
+            if len(requests) == 1:
+                request = self._waiting.pop(0)
+                self._fail(request, f"the request does not fit into memory ({error}). Ask for fewer tokens.")
+            return True
+        return bool(self._finished)
+
+    def _join_rows(self) -> None:
+        """Add the requests that wait to the batch, as many as its tokens allow."""
+        chosen: list[tuple[Frozen | None, GenerationRequest]] = []
+        places: list[tuple[Request, int]] = []
+        num_tokens = sum({request.id: request.num_tokens for request, _ in self._rows.values()}.values())
         for request in sorted(self._waiting, key=lambda own: self._usage.get(own.key, 0.0)):
             try:
                 if request.failure is not None:
                     raise ConfigError(request.failure)
                 is_there, weights = self._weights(request)
-                if is_there and (not chosen or num_tokens + request.num_tokens <= self._most_sampled_tokens):
-                    request.payload = request.payload or self.read_sample(json.loads(request.body))
-                    chosen.append((request, weights))
-                    num_tokens += request.num_tokens
             except (ConfigError, CheckpointError) as error:
                 self._fail(request, str(error), SERVER if isinstance(error, CheckpointError) else USER)
                 self._waiting.remove(request)
-        try:
-            answers = self._drawn(chosen) if chosen else []
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            self._most_sampled_tokens = num_tokens // 2
-            if len(chosen) == 1:
-                self._fail(chosen[0][0], f"the request does not fit into memory ({error}). Ask for fewer tokens.")
-                self._waiting.remove(chosen[0][0])
-            return True
-        for (request, _), rows, scores in answers:
-            self._waiting.remove(request)
-            num_prompt, num_sampled = len(request.payload.prompt), sum(len(row.token_ids) for row in rows)
-            self._usage[request.key] = self._usage.get(request.key, 0.0) + num_prompt + num_sampled
-            if any(row.finish_reason == "non_finite" for row in rows):
-                self._fail(request, "the logits of the model are not finite. Sample from other weights.")
                 continue
-            output = write_samples(
-                [(row.finish_reason == "stop", row.token_ids, row.logprobs, None) for row in rows], scores, None
-            )
-            self._finish(request, output, prompt_tokens=num_prompt, sampled_tokens=num_sampled)
-        return bool(chosen)
+            if not is_there or (num_tokens and num_tokens + request.num_tokens > self._most_sampled_tokens):
+                continue
+            call = request.payload = request.payload or self.read_sample(json.loads(request.body))
+            first = int(digest(request.id.encode())[:15], 16) if call.seed is None else call.seed
+            for place in range(call.num_samples):
+                # Only the first row needs what is of the prompt.
+                scores = {"top_logprobs": call.sample_topk, "prompt_logprobs": None if place else call.prompt_scores}
+                seed, own = (first + place) % 2**63, {"prompt": call.prompt, "options": call.options}
+                chosen.append((weights, GenerationRequest(task="sample", seed=seed, **own, **scores)))
+                places.append((request, place))
+            num_tokens += request.num_tokens
+            self._joining.append(request)
+        if chosen:
+            self._rows |= zip(self._sampling.add(chosen), places, strict=True)
+            self._waiting = [request for request in self._waiting if request not in self._joining]
+            self._joining = []
 
-    def _drawn(self, chosen: Sequence[tuple[Request, Frozen | None]]) -> list[Any]:
-        """Return each request with its completions and scores; all rows share passes, whatever their weights."""
-        with ExitStack() as stack:
-            names: dict[int, str] = {}
-            for _, weights in chosen:
-                if id(weights) not in names:
-                    names[id(weights)] = stack.enter_context(self.models.opened(weights))
-            rows = []
-            for request, weights in chosen:
-                call: SampleCall = request.payload
-                first = int(digest(request.id.encode())[:15], 16) if call.seed is None else call.seed
-                task, settings = names[id(weights)], {"prompt": call.prompt, "options": call.options}
-                seeds = [(first + number) % 2**63 for number in range(call.num_samples)]
-                rows += [GenerationRequest(task=task, seed=seed, **settings) for seed in seeds]
-            completions = iter(generate(self._calls.model, rows, processing_class=self._tokenizer))
-            return [
-                (pair, [next(completions) for _ in range(pair[0].payload.num_samples)], self._scores(pair[0], name))
-                for pair, name in ((pair, names[id(pair[1])]) for pair in chosen)
-            ]
-
-    def _scores(self, request: Request, name: str) -> list[float] | None:
-        """Return the log-probability of each token of a prompt, NaN for those that are not wanted."""
+    def _answer(self, request: Request, rows: Sequence[Completion]) -> None:
+        """Answer a request whose rows have all ended."""
         call: SampleCall = request.payload
-        if not call.wants_prompt:
-            return None
-        scores = np.full(len(call.prompt), np.nan, np.float32)
-        if call.num_scored:
-            example = Example(np.asarray(call.prompt[:-1]), np.asarray(call.prompt[1:]))
-            result = self._calls.run([Call(name, [example], lambda own: own.nll_M.sum(), backward=False)])[name]
-            if not isinstance(result, CallFailure):  # else none is known
-                scores[-call.num_scored :] = result.logprobs[0][-call.num_scored :]
-        return scores.tolist()
+        num_sampled = sum(len(row.token_ids) for row in rows)
+        self._usage[request.key] = self._usage.get(request.key, 0.0) + len(call.prompt) + num_sampled
+        if any(row.finish_reason == "non_finite" for row in rows):
+            self._fail(request, "the logits of the model are not finite. Sample from other weights.")
+            return
+        skipped = len(call.prompt) - call.num_scored
+        scores = [math.nan if one is None else one for one in rows[0].prompt_logprobs]
+        topk = [None if place < skipped or not top else top for place, top in enumerate(rows[0].prompt_top_logprobs)]
+        output = write_samples(
+            [
+                (
+                    row.finish_reason == "stop",
+                    row.token_ids,
+                    row.logprobs,
+                    row.top_logprobs if call.sample_topk else None,
+                )
+                for row in rows
+            ],
+            [math.nan] * skipped + scores[skipped:] if call.wants_prompt else None,
+            topk if call.prompt_scores else None,
+        )
+        self._finish(request, output, prompt_tokens=len(call.prompt), sampled_tokens=num_sampled)
 
     def read_sample(self, body: Mapping[str, Any]) -> SampleCall:
         """Read a sampling request for this model; see `read_sample`."""
@@ -710,9 +742,16 @@ class Engine:
 
         def act() -> None:
             request = self.requests.get(request_id)
-            if request is not None:
+            if request is None:
+                return
+            numbers = [number for number, (own, _) in self._rows.items() if own is request]
+            self._sampling.cancel(numbers)
+            for number in numbers:
+                del self._rows[number]
+            self._ended.pop(request_id, None)
+            if request in self._waiting:
                 self._waiting.remove(request)
-                self._fail(request, "the request was cancelled.")
+            self._fail(request, "the request was cancelled.")
 
         self._inbox.put(act)
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from peft import LoraConfig
 
 from peft_mux.calls import Calls, Frozen, TaskState
 from peft_mux.errors import CheckpointError
@@ -154,7 +151,6 @@ class Models:
         self._calls, self._ledger, self._writer, self._store, self._tell = calls, ledger, writer, store, tell
         self._modules, self._max_models = modules, max_models
         self._frozen: OrderedDict[str, Frozen] = OrderedDict()
-        self._opened = 0
         self._unwritten: dict[str, Frozen] = {}
 
     def get(self, model_id: str) -> Model:
@@ -332,18 +328,3 @@ class Models:
             self._keep(folder.name, Frozen(ModelConfig(**facts["config"]).lora(self._modules), state.weights))
         self._frozen.move_to_end(folder.name)
         return self._frozen[folder.name]
-
-    @contextmanager
-    def opened(self, frozen: Frozen | None) -> Iterator[str]:
-        """Open frozen weights as a model of `Calls`; `None` for the base model, whose adapter adds nothing."""
-        self._opened += 1
-        name = f"frozen{self._opened}"
-        config = LoraConfig(r=1, target_modules="all-linear") if frozen is None else frozen.config
-        self._calls.open(name, config, seed=0)
-        try:
-            if frozen is not None:
-                state = TaskState(dict(frozen.weights), {}, {}, {})
-                self._calls.restore(name, state, only_weights=True)
-            yield name
-        finally:
-            self._calls.drop(name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +93,41 @@ def test_load_weights_after_the_first_request_is_400(alice: Client) -> None:
     assert alice.post("load_weights", body).status_code == 400
     loaded = alice.result(alice.future("load_weights", {**body, "seq_id": 1}))
     assert loaded["path"] == path
+
+
+STRANGE = [None, -1, 2**70, 1.5, "x", "", "\ud800", [], [1], ["a"], {}, {"a": 1}, {"chunks": 5}, {"stop": 5}, True]
+
+
+@pytest.mark.slow
+def test_no_value_of_any_field_is_a_5xx(server: Server, alice: Client) -> None:
+    model = alice.model(9)
+    session = {"session_id": alice.session, "sampling_session_seq_id": 3, "base_model": BASE}
+    sampler = alice.ok("create_sampling_session", session)["sampling_session_id"]
+    good = {
+        "session_id": alice.session, "model_id": model, "sampling_session_id": sampler, "base_model": BASE,
+        "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "path": "tinker://a/weights/b",
+        "tinker_path": "tinker://a/weights/b", "optimizer": True, "request_id": "x", "lora_config": {"rank": 1},
+    }  # fmt: skip
+    schema, numbers, codes = server.app.openapi(), iter(range(1, 10**6)), set()
+    for route, methods in schema["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        if "application/json" not in content:
+            continue
+        fields = schema["components"]["schemas"][content["application/json"]["schema"]["$ref"].split("/")[-1]][
+            "properties"
+        ]
+        for field in fields:
+            for value in STRANGE:
+                seqs = {name: next(numbers) for name in fields if name.endswith("seq_id")}
+                body = {name: own for name, own in good.items() if name in fields} | seqs | {field: value}
+                raw = json.dumps(body).encode()
+                headers = {"content-type": "application/json"}
+                answer = alice.http.post(route.removeprefix("/api/v1/"), content=raw, headers=headers)
+                codes.add(answer.status_code)
+                assert answer.status_code < 500, (route, field, value, answer.text)
+    assert {200, 404, 422} <= codes
+    assert not server.engine.failure
+    assert alice.http.get("healthz").json() == {"status": "ok"}
 
 
 # ------------------------------------------------------------------ bad input: futures that fail
@@ -221,7 +259,7 @@ def test_a_request_about_a_model_that_cannot_be_served_fails_by_name(
         ({"sampling_params": {"penalty": 1}}, "sampling_params.penalty must be one of"),
         ({"num_samples": 0}, "num_samples must be an integer from 1"),
         ({"record_stability_info": True}, "Use importance_sampling"),
-        ({"topk_prompt_logprobs": 2}, "topk_prompt_logprobs must be left out"),
+        ({"topk_prompt_logprobs": 1000}, "topk_prompt_logprobs must be an integer from 0 to 128"),
         ({"sampling_params": {"stop": ["a"]}}, "as the model has no tokenizer"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k must be left out"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n must be from 1 to 1"),
@@ -378,6 +416,9 @@ def test_checkpoints_are_listed_loaded_downloaded_and_deleted(server: Server, al
     config = Client(server.url, None).http.get(urls["urls"]["adapter_config.json"]).json()
     assert (config["r"], config["lora_alpha"]) == (4, 32)
     one = f"training_runs/{model}/checkpoints/weights/state"
+    archive = Client(server.url, None).http.get(alice.http.get(f"{one}/archive").json()["url"]).content
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
     assert alice.http.put(f"{one}/ttl", json={"ttl_seconds": 1}).status_code == 400
     assert alice.http.put(f"{one}/ttl", json={"ttl_seconds": 3600}).status_code == 200
     assert alice.http.delete(one).status_code == 200
@@ -519,6 +560,27 @@ def test_a_restart_continues_with_the_bits_of_before(tmp_path: Path, alice: Clie
     expected += train(alice, whole, 30, first=9, rounds=1)
     assert found == expected
     second.close()
+
+
+def test_old_results_and_expired_checkpoints_are_deleted(
+    server: Server, alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = alice.model(45)
+    save = {"model_id": model, "seq_id": 1, "path": "old", "ttl_seconds": 3600}
+    request = alice.future("save_weights", save)
+    path = alice.result(request)["path"]
+    (row,) = server.service.ledger.read("SELECT folder FROM checkpoints WHERE id = ?", path)
+    assert (server.store / row["folder"]).exists()
+    monkeypatch.setattr(app_module, "KEEP_S", -1.0)
+    server.service.ledger.write(lambda db: db.execute("UPDATE models SET snapshot = 1 WHERE id = ?", (model,))).result()
+    server.service.ledger.write(
+        lambda db: db.execute("UPDATE checkpoints SET expires = 1 WHERE id = ?", (path,))
+    ).result()
+    assert server.service.loop is not None
+    asyncio.run_coroutine_threadsafe(server.service.clean(), server.service.loop).result(20)
+    assert alice.post("retrieve_future", {"request_id": request}).status_code == 410
+    assert alice.post("weights_info", {"tinker_path": path}).status_code == 404
+    assert not (server.store / row["folder"]).exists()
 
 
 def test_results_are_gone_after_the_session_and_a_heartbeat_says_so(alice: Client) -> None:
