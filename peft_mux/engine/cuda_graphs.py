@@ -41,8 +41,8 @@ from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream, StreamOrder
 MAX_PASSES = 32
 """Graphs that are kept; beyond that, those that were not used for the longest time are dropped."""
 
-TOKEN_STEP = 512
-"""Tokens are rounded up to a multiple of this."""
+TOKEN_STEP = 64
+"""Tokens are rounded up to a multiple of this, or of a 32nd to a 16th of them if that is more."""
 
 _TARGET_STEPS = 4
 """Steps from one power of two to the next in which targets are rounded up: each one costs a row of logits."""
@@ -262,13 +262,15 @@ class Shape(NamedTuple):
         num_targets = max(batch.target_offsets[-1], 1)
         # Fine steps where there are few, so that little is padding and yet few sizes occur.
         target_step = max(_power_of_two(num_targets) // 2 // _TARGET_STEPS, _LEAST_TARGETS)
+        # One more than there are: unused targets point at the last token, which must belong to no task.
+        least_tokens = batch.num_tokens + 1
+        token_step = max(TOKEN_STEP, _power_of_two(least_tokens) // 32)
         return cls(
-            # One more than there are: unused targets point at the last token, which must belong to no task.
-            num_tokens=round_up(batch.num_tokens + 1, TOKEN_STEP),
+            num_tokens=round_up(least_tokens, token_step),
             num_sequences=_power_of_two(batch.num_sequences + 1),
             num_targets=round_up(num_targets, target_step),
-            # The padding is one more sequence, of up to `TOKEN_STEP` tokens.
-            longest=_power_of_two(max(*batch.sequence_lengths, TOKEN_STEP)),
+            # The padding is one more sequence, of up to a step of tokens.
+            longest=_power_of_two(max(*batch.sequence_lengths, token_step)),
         )
 
 

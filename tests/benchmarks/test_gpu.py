@@ -333,3 +333,7 @@ def test_a_step_takes_as_long_as_the_device_or_the_host_whichever_is_slower() ->
     assert times(many) == times(many, layer_host_s=0.0)
     of_software = [predicted_step_s(roofline.LLAMA_8B, many, 1, how) for how in (IDEAL, FUSED, EAGER)]
     assert of_software == sorted(of_software)
+    rows = {3: 11_000, 6: 14_200, 22: 15_400}  # tokens a second by rows of 46 tokens of each task (docs/gpu.md)
+    for num_rows, tokens_per_s in rows.items():
+        step_s = predicted_step_s(roofline.LLAMA_8B, [([46] * num_rows, 16)] * 8, 1, FUSED)
+        assert 8 * 46 * num_rows / step_s == pytest.approx(tokens_per_s, rel=0.01)

@@ -66,5 +66,5 @@ def test_tables_and_graphs_are_made_for_few_sets_of_tasks(run_cases: Run, cuda_g
     assert seen["waits"].keys() == {"opening", "updates", "evaluations", "saves"}
     assert seen["sets"] > 30
     assert seen["misses"] <= 12
-    assert seen["captures"] <= 12
+    assert seen["captures"] <= 32
     assert (seen["captures"] > 0) == cuda_graphs

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -159,17 +160,32 @@ def test_the_argument_reaches_the_passes_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lengths", "shape"),
     [
-        ((1,), Shape(512, 2, 16, 512)),
-        ((5, 9, 4, 4), Shape(512, 8, 32, 512)),
-        ((300,), Shape(512, 2, 320, 512)),
+        ((1,), Shape(64, 2, 16, 64)),
+        ((5, 9, 4, 4), Shape(64, 8, 32, 64)),
+        ((300,), Shape(320, 2, 320, 512)),
         ((513, 500), Shape(1024, 4, 1024, 1024)),
         # There is always a token of padding.
         ((511,), Shape(512, 2, 512, 512)),
-        ((512,), Shape(1024, 2, 512, 512)),
+        ((512,), Shape(576, 2, 512, 512)),
+        ((5000,), Shape(5120, 2, 5120, 8192)),  # steps of 256
     ],
 )
 def test_sizes_are_rounded_up_so_that_few_shapes_occur(lengths: tuple[int, ...], shape: Shape) -> None:
     assert Shape.of(batch(*lengths)) == shape
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most_padding", "most_graphs"), [(32, 0.035, 12), (64, 0.022, 13), (256, 0.018, 9)]
+)
+def test_few_tokens_of_lognormal_rows_are_padding_and_few_graphs_are_captured(
+    num_rows: int, most_padding: float, most_graphs: int
+) -> None:
+    rng = np.random.default_rng(0)
+    steps = [np.clip(rng.lognormal(3.2, 0.6, num_rows), 4, 256).astype(int).tolist() for _ in range(200)]
+    shapes = [Shape.of(batch(*lengths)) for lengths in steps]
+    padded = 1 - sum(map(sum, steps)) / sum(shape.num_tokens for shape in shapes)
+    # What else differs is widened to the greatest that came.
+    assert (0 < padded <= most_padding, len({shape.num_tokens for shape in shapes}) <= most_graphs) == (True, True)
 
 
 def test_at_most_a_fifth_of_many_targets_is_padding() -> None:
