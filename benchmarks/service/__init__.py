@@ -1,0 +1,1 @@
+"""Calls of many models in shared passes, without and behind HTTP."""
