@@ -54,7 +54,7 @@ class RowCells:
         if not isinstance(value, str):
             # Numbers usually come from CSV files, which have no types.
             fix = f'For a CSV file: load_rows(...).cast_column("{column}", Value("string")).'
-            fix = fix if isinstance(value, (int, float)) else ""
+            fix = fix if isinstance(value, (int, float)) else _hint(row)
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a string", fix)
         try:
             # A tokenizer would also raise, but without naming the row.
@@ -191,7 +191,7 @@ class RowCells:
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", allowed)
         for message in value:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise self.error(index, column, f"{message!r:.60}", allowed)
+                raise self.error(index, column, f"{message!r:.60}", allowed, _hint(row))
             self.text(message, "role", index)
             content = message["content"]
             if isinstance(content, str):
@@ -313,6 +313,10 @@ class RowCells:
         if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise self.error(index, "tools", f"{tools!r:.60}", "a list of JSON schemas of functions, or its JSON text")
         return tools
+
+
+def _hint(row: Mapping[str, Any]) -> str:
+    return 'These are sharegpt rows: set row_format="sharegpt" on the task.' if "conversations" in row else ""
 
 
 def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -20,6 +20,7 @@ from tests.data.cases import read
 PAIR = {"prompt": "which color", "chosen": " blue", "rejected": " green"}
 SINGLE = {"prompt": "which color", "completion": " blue", "label": True}
 MESSAGES = [{"role": "user", "content": "which color"}]
+TURN = {"from": "gpt", "value": "blue"}
 TOKENS = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5, 6], "rejected_ids": [7, 8]}
 
 
@@ -33,6 +34,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     [
         (PAIR_ROWS, {**PAIR, "chosen": None}, "chosen", "a string"),
         (PAIR_ROWS, {**PAIR, "chosen": 7}, "chosen", "a string"),
+        (PAIR_ROWS, {"conversations": [TURN], "chosen": TURN, "rejected": TURN}, "chosen", 'row_format="sharegpt"'),
+        (PAIR_ROWS, {"conversations": [], "chosen": [TURN], "rejected": [TURN]}, "chosen", 'row_format="sharegpt"'),
         (PAIR_ROWS, {**PAIR, "rejected": MESSAGES}, "rejected", "a text, as chosen is"),
         (PAIR_ROWS, {**PAIR, "prompt": MESSAGES}, "prompt", "a text, as chosen is"),
         (PAIR_ROWS, {**PAIR, "prompt": 3.0}, "prompt", "a string"),
