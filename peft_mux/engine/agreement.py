@@ -33,6 +33,7 @@ _CALL_EVERYWHERE = (
     "Call register_tasks, remove_task, pause_task and resume_task on every process, not only on one (callbacks run on "
     "all of them)."
 )
+_SET_EVERYWHERE = "Let callbacks set it on every process."
 
 
 def require_consistent(processes: Processes, facts: Mapping[str, Any]) -> None:
@@ -170,8 +171,7 @@ class Agreement:
             if _are_equal(states):
                 rates = [one[place][3] for one in standings]
                 if not _are_equal(rates):
-                    fix = "Let callbacks set it on every process."
-                    merged[task.name] = TaskStatus.FAILED, _difference("learning_rate", rates, fix)
+                    merged[task.name] = TaskStatus.FAILED, _difference("learning_rate", rates, _SET_EVERYWHERE)
                 continue
             # The lowest rank's reason, so that every process reports the same one.
             ended = [rank for rank, (state, _) in enumerate(states) if state == _ENDED]
@@ -185,14 +185,15 @@ class Agreement:
         return merged, stops
 
     def on_batches(
-        self, batches: dict[str, TaskBatch], failures: dict[str, str], order: Sequence[str]
+        self, batches: dict[str, TaskBatch], failures: dict[str, str], order: Sequence[str], tasks: Iterable[TaskRun]
     ) -> tuple[dict[str, TaskBatch], dict[str, str]]:
-        """Agree on the rows of a step.
+        """Agree on the rows of a step, and on learning rates, which callbacks may have set since `on_tasks`.
 
         Args:
             batches: the global batch of each task, by name.
             failures: reasons why the rows of tasks could not be read, by task name.
             order: names of the tasks, in the order in which the plan runs them.
+            tasks: the tasks that take the step.
 
         Returns:
             The batches that every process could read, and the failures of all processes.
@@ -203,23 +204,27 @@ class Agreement:
         if self.processes.is_alone:
             return batches, failures
         own_rows = {name: _digest_of_rows(batch) for name, batch in batches.items()}
-        digest = _digest([list(own_rows.items()), failures, list(order)])
+        rates = {task.name: _rates(task) for task in tasks}
+        digest = _digest([list(own_rows.items()), failures, list(order), rates])
         if _are_equal([one[0] for one in self.processes.exchange([digest])]):
             return batches, failures
-        everywhere = self.processes.gather([own_rows, failures, list(order)])
+        everywhere = self.processes.gather([own_rows, failures, list(order), rates])
         # Processes that could read a task's rows must have read the same ones. A task with neither rows nor a
         # failure has failed in a callback in the meantime.
         merged: dict[str, str] = {}
-        for name in dict.fromkeys(name for rows, failed, _ in everywhere for name in (*rows, *failed)):
-            read = [rows[name] for rows, _, _ in everywhere if name in rows]
+        for name in dict.fromkeys(name for rows, failed, *_ in everywhere for name in (*rows, *failed)):
+            read = [rows[name] for rows, *_ in everywhere if name in rows]
             if read and not _are_equal(read):
                 shown = [
                     f"{rows[name][1]} tokens, digest {rows[name][2]:08x}" if name in rows else "none"
-                    for rows, _, _ in everywhere
+                    for rows, *_ in everywhere
                 ]
                 fix = "Give every process the same rows in the same order; each global batch is divided among them."
                 raise ProcessError(_difference(f'rows of task "{name}"', shown, fix))
-            for rank, (rows, failed, _) in enumerate(everywhere):
+            rates_of_all = [one[3].get(name) for one in everywhere]
+            if None not in rates_of_all and not _are_equal(rates_of_all):
+                merged[name] = _difference("learning_rate", rates_of_all, _SET_EVERYWHERE)
+            for rank, (rows, failed, *_) in enumerate(everywhere):
                 if name in failed:
                     merged.setdefault(name, f"{failed[name]} (on rank {rank})")
                 elif name not in rows:

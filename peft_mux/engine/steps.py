@@ -155,12 +155,13 @@ class StepSource:
         """
         batches: dict[str, TaskBatch] = {}
         failures: dict[str, str] = {}
+        tasks = list(tasks)
         for task in tasks:
             try:
                 batches[task.name] = self.ahead.take(task, task.step + num_steps_later)
             except DataError as error:
                 failures[task.name] = f"data: {error}"
-        batches, failures = Agreement(self.processes).on_batches(batches, failures, self._order(batches))
+        batches, failures = Agreement(self.processes).on_batches(batches, failures, self._order(batches), tasks)
         for name, batch in list(batches.items()):
             # After the agreement, so that all processes reject the same rows.
             refusal = self.shares.refusal(batch)

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,10 +121,10 @@ def fail_in_a_run_callback(trainer: Any) -> None:
     raise OSError("the disk of this process is gone")
 
 
-def sets_rate() -> dict[str, Any]:
+def sets_rate(event: str) -> dict[str, Any]:
     """Return the settings of a task whose own callback sets its rate."""
     own = TrainerCallback()
-    own.on_step_end = lambda *_, optimizer, **__: optimizer.param_groups[0].update(lr=0.5)  # type: ignore[method-assign]
+    setattr(own, event, lambda *_, optimizer, **__: optimizer.param_groups[0].update(lr=0.5))
     return {"callbacks": [own]}
 
 
@@ -142,7 +143,8 @@ ISOLATED: dict[str, Callable[[], tuple[Fault, dict[str, Any]]]] = {
         {"train_dataset": Stream()},
     ),
     "a stream with a bad row": lambda: (Fault({"train_dataset": Stream(lambda: None)}), {"train_dataset": Stream()}),
-    "a rate set there alone": lambda: (Fault(sets_rate()), {}),
+    "a rate set there alone": lambda: (Fault(sets_rate("on_step_end")), {}),
+    "a rate set there before a step": lambda: (Fault(sets_rate("on_step_begin")), {}),
     "weights of NaN": lambda: (Fault(at_begin={STEP: spoil_weights}), {}),
 }
 """Faults of one task on one process, and the settings of that task on the others: the other tasks continue."""
@@ -159,6 +161,7 @@ FATAL: dict[str, Callable[[], Fault]] = {
     "a task registered there alone": lambda: Fault(at_begin={STEP: register_alone}),
     "a task removed there alone": lambda: Fault(at_begin={STEP: lambda trainer: trainer.remove_task(OTHERS[0])}),
     "stopped": lambda: Fault(at_begin={STEP: stop}),
+    "late": lambda: Fault(at_begin={STEP: lambda _: time.sleep(2 * SHORT_TIMEOUT_S)}),
 }
 """Faults of one process after which the run cannot continue: every other process says so, and names that one."""
 
@@ -197,7 +200,7 @@ def isolated(rank: int, folder: Path, model: str, arguments: dict[str, Any], nam
 def fatal(rank: int, folder: Path, model: str, arguments: dict[str, Any], name: str, victim: int) -> Part:
     """Train with a process that differs from the others."""
     fault = FATAL[name]() if rank == victim else Fault()
-    timeout_s = SHORT_TIMEOUT_S if name == "stopped" else TIMEOUT_S
+    timeout_s = SHORT_TIMEOUT_S if name in ("stopped", "late") else TIMEOUT_S
     options = {"ddp_timeout": timeout_s, **arguments, **fault.arguments}
     return train(folder, model, fault.tasks(tasks_with(**fault.settings)), fault.at_begin, **options)
 

@@ -122,8 +122,10 @@ def assert_named(outcome: Outcome, rank: int, victim: int, attack: Attack) -> No
     assert outcome.error.startswith(("ProcessError", "ConfigError")), outcome
     # Of a process that stands still, others may hear late: from those that have noticed, and ended since.
     has_heard = attack.fault == "stopped" and "has died" in outcome.error
+    # One that is late finds that the others have ended.
+    has_heard |= rank == victim and attack.fault == "late"
     assert f"rank {victim}" in outcome.error or has_heard, outcome.error
-    limit_s = SHORT_TIMEOUT_S + 10 if attack.fault == "stopped" else 2 * TIMEOUT_S
+    limit_s = SHORT_TIMEOUT_S + 10 if attack.fault in ("stopped", "late") else 2 * TIMEOUT_S
     assert outcome.seconds < limit_s, f"{outcome.seconds} s"
 
 
