@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
@@ -19,6 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+from transformers.trainer_utils import speed_metrics
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, prefix_trie
@@ -314,7 +316,7 @@ class TaskEvaluator:
         Returns:
             Metrics under `task/metric` keys; empty if the evaluation failed.
         """
-        log, best = self._run.log, run.best
+        log, best, started = self._run.log, run.best, time.time()
         try:
             metrics = self._metrics(run, completions, log.note_own_code)
             # As in Trainer, an evaluation before the first step does not count for the best one.
@@ -335,7 +337,9 @@ class TaskEvaluator:
                 log.say(f"{run.name}: ...{own.prompt[-60:]!r} -> {text[:60]!r} (wanted: {own.reference[:60]!r})")
                 row = {"prompt": own.prompt, "completion": text, "reference": own.reference}
                 log.event("completion", task=run.name, step=run.step, **row)
-        log.callbacks[run.name].call("on_evaluate", metrics=dict(metrics))
+        # Times are for callbacks alone: what is logged has the same bits after a resume.
+        times = speed_metrics("eval", started, num_samples=len(run.eval_data))
+        log.callbacks[run.name].call("on_evaluate", metrics={**metrics, **times})
         if run.step > 0 and self._run.is_in_train and run.optimizer is not None:
             run.optimizer.follow(metrics.get(best.metric or "", math.nan))
         if is_best:

@@ -78,9 +78,15 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
 
 def test_an_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     plain = train([small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4)], tmp_path / "a")
-    evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 1, "eval_on_start": True}
+    seen: list[dict[str, float]] = []
+    timed = TrainerCallback()
+    timed.on_evaluate = lambda *_, metrics, **__: seen.append(metrics)  # type: ignore[method-assign]
+    evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 1, "eval_on_start": True, "callbacks": [timed]}
     task = small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4, **evaluated)
     assert_bit_identical(train([task], tmp_path / "b"), plain, "own")
+    assert all({"eval_loss", "eval_runtime", "eval_samples_per_second"} <= set(metrics) for metrics in seen)
+    assert seen
+    assert not any("eval_runtime" in record for record in records(tmp_path / "b", "eval")), "logs have equal bits"
 
 
 def test_an_evaluation_on_demand_gives_the_loss_of_the_present_adapter(tmp_path: Path) -> None:
