@@ -6,7 +6,7 @@ Unfinished calls share passes, each with exactly the result that it has alone:
 * A call is cut into pieces of at most `piece_tokens` by its own rows. A pass takes at most one piece of each call, so
   that no sum of one call depends on the rows of another one.
 * A loss reads the log-probabilities of its own rows, apart from the graph of the pass. So an exception in a loss, or a
-  gradient that is not finite, ends its own call alone.
+  gradient that is not finite, ends its own call alone; so does an exception in a pass, whose calls are repeated apart.
 * Gradients add up over the calls of a model until its step. A call that fails leaves them as they were.
 
 On a CPU the results are equal to the bit. On a GPU, where products may round differently for another number of rows,
@@ -256,6 +256,7 @@ class Calls:
         self.model, self.piece_tokens, self.pass_tokens = model.train(), piece_tokens, pass_tokens
         self._models: dict[str, _Model] = {}
         self._unfinished: dict[str, _Unfinished] = {}
+        self._alone: set[str] = set()
         self._collator = ChunkPackingCollator()
 
     # ------------------------------------------------------------------ models
@@ -296,6 +297,7 @@ class Calls:
         """Remove a model, its unfinished call included; a `ConfigError` if it is not open."""
         self._model(name)
         self._unfinished.pop(name, None)
+        self._alone.discard(name)
         self.model.remove_tasks([name])
         del self._models[name]
 
@@ -414,7 +416,8 @@ class Calls:
         for name in names:
             own = self._unfinished[name]
             size = sum(len(own.batch.sequences[row]) for row in own.pieces[0])
-            if not chosen or num_tokens + size <= self.pass_tokens:
+            is_apart = not self._alone.isdisjoint((name, *chosen))
+            if not chosen or (num_tokens + size <= self.pass_tokens and not is_apart):
                 chosen.append(name)
                 num_tokens += size
         # In the order of the stream, in which kernels keep their tables.
@@ -424,15 +427,25 @@ class Calls:
             for backward in (True, False):
                 if part := [name for name in order if self._unfinished[name].call.backward is backward]:
                     results |= self._pieces(part, backward=backward)
-            shortage = ""
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            shortage = fault = ""
+        except Exception as error:
+            is_shortage = is_out_of_memory(error)
+            # After a fault of a device nothing is known of its memory.
+            if not is_shortage and isinstance(error, RuntimeError) and self.model.device.type != "cpu":
                 raise
-            shortage = first_line(error)
-        if shortage:  # after the block: the traceback of the error holds the activations of the pass
+            shortage, fault = (first_line(error), "") if is_shortage else ("", f"{type(error).__name__}: {error}")
+        # After the block: the traceback of the error holds the activations of the pass.
+        if shortage:
             results = self._in_less_memory(order, num_tokens, shortage)
+        elif fault and len(order) == 1:
+            results = {order[0]: CallFailure(f"the pass raises {fault}", is_callers=False)}
+        elif fault:  # one of the calls is the cause, so each has its next passes to itself
+            self._alone.update(order)
+            self._begin_again(order)
+            results = {}
         for name in results:
             ended = self._unfinished.pop(name)
+            self._alone.discard(name)
             if ended.call.backward and isinstance(results[name], CallResult):
                 self._models[name].has_gradients = True
             elif ended.call.backward:
@@ -548,12 +561,16 @@ class Calls:
         self.pass_tokens = max(1, num_tokens // 2)
         if len(names) == 1:
             self.piece_tokens = self.pass_tokens
+        self._begin_again(names)
+        return {}
+
+    def _begin_again(self, names: Sequence[str]) -> None:
+        """Let unfinished calls begin again, with the gradients that their models had before."""
         for name in names:
             own = self._unfinished[name]
             if own.call.backward:
                 self._put_back(name, own)
             self._unfinished[name] = _Unfinished(own.call, own.batch, self._cut(own.batch), own.before)
-        return {}
 
     # ------------------------------------------------------------------ steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import urllib.error
@@ -65,7 +66,9 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         app = importlib.import_module("peft_mux.serve.app")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"serve needs {error.name}. Install the extra: pip install 'peft-mux[serve]'") from error
+        raise ConfigError(
+            f"serve needs {error.name}. Install the extra in a checkout: pip install '.[serve]'"
+        ) from error
     app.serve(
         arguments.model,
         Path(arguments.store),
@@ -74,6 +77,7 @@ def serve(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         dtype=arguments.dtype,
         key=arguments.key,
+        say=functools.partial(print, flush=True),
         sample_share=arguments.sample_share,
         **counts,
     )

@@ -920,6 +920,7 @@ def serve(
     port: int = 8000,
     dtype: str = "auto",
     key: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
     **sizes: Any,
 ) -> None:
     """Serve a model until the process is asked to end.
@@ -932,6 +933,7 @@ def serve(
         port: port to listen on; 0 for a free one.
         dtype: dtype of the model.
         key: a key for development, in addition to those of the store.
+        say: called with a line once the model is loaded.
         **sizes: `max_models`, `piece_tokens`, `pass_tokens` and `sample_share`.
 
     Raises:
@@ -971,6 +973,8 @@ def serve(
             make_app(service), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5
         )
         servers.append(uvicorn.Server(config))
+        shown_host = f"[{host}]" if ":" in host else host
+        say(f"serving {', '.join(names)} on http://{shown_host}:{port} from {store}; Ctrl-C ends it")
         servers[0].run()
         if service.engine.failure:
             raise PeftMuxError(f"the engine has failed: {service.engine.failure}. Start again: nothing is lost.")

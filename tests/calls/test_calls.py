@@ -215,6 +215,31 @@ def test_a_call_that_fails_fails_alone_and_leaves_accumulated_gradients(
     assert bits(calls, "a") == before
 
 
+def test_a_call_whose_pass_raises_fails_alone_and_its_neighbours_are_repeated_apart() -> None:
+    calls, alone = door(), door()
+    rng = np.random.default_rng(5)
+    wave = [call("a", example(rng, 12)), call("b", example(rng, 9))]
+    for one in (calls, alone):
+        one.run(wave)
+    compute, before = calls._outputs, bits(calls, "b")
+
+    def broken(batch: Any, num_models: int) -> Any:
+        found = compute(batch, num_models)
+        if "b" in batch.task_names:
+            sum(own.nll_M.sum() for own in found).backward()  # leaves gradients that must not stay
+            raise ValueError("an odd row")
+        return found
+
+    calls._outputs = broken  # type: ignore[method-assign]
+    found = calls.run(wave)
+    assert isinstance(found["b"], CallFailure)
+    assert (found["b"].reason, found["b"].is_callers) == ("the pass raises ValueError: an odd row", False)
+    assert bits(calls, "b") == before
+    calls._outputs = compute  # type: ignore[method-assign]
+    alone.run(wave[:1])
+    assert bits(calls, "a") == bits(alone, "a")
+
+
 def test_a_pass_without_memory_is_computed_in_smaller_ones_and_a_row_that_does_not_fit_fails_alone() -> None:
     calls, alone = door(), door()
     rng = np.random.default_rng(4)
