@@ -222,7 +222,7 @@ def _rows(
             elif not rows:
                 rows = found
             else:  # joined, as there
-                parts = rows["dataset"] if place > 1 else [_part(rows)]
+                parts = rows["dataset"] if isinstance(rows["dataset"], list) else [_part(rows)]
                 rows = {"dataset": [*parts, _part(found)], "row_format": rows["row_format"]}
     return {f"task.{name}": value for name, value in rows.items() if value}
 
