@@ -88,7 +88,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         empty_tokenizer,
         "processing_class must be a tokenizer with a vocabulary, got one without tokens.*Check the",
     ),
-    "a file that is not there": (rows_file("sql.jsonl"), f"{TRAIN} .*got .*sql.jsonl'.*Check the"),
+    "a file that is not there": (rows_file("sql.jsonl"), f"{TRAIN} .*got .*sql.jsonl'.*There is no"),
     "a broken line": (
         rows_file("a.jsonl", '{"text": "a"}\n\n{"text": oops}\n'),
         f"{TRAIN} must be a JSON object on each line.*got a.jsonl line 3, row 1: '{{\"text\": oops}}' (Expecting value",

@@ -64,7 +64,7 @@ def generate(arguments: argparse.Namespace) -> int:
         is_chat = name in chats if arguments.chat is None else arguments.chat
         tokenizer: Any = trainer.processing_class
         if (root / name / "tokenizer_config.json").is_file():  # of a task with a chat template of its own
-            tokenizer = AutoTokenizer.from_pretrained(root / name)
+            tokenizer = AutoTokenizer.from_pretrained(root / name, trust_remote_code=False)
         if is_chat and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"--chat needs a chat template, which the tokenizer of {name} lacks. Add --no-chat.")
         for text in arguments.prompts:

@@ -990,7 +990,7 @@ def load(model: str, dtype: str, settings: Settings) -> tuple[Calls, Any, dict[s
         UnsupportedModelError: if it cannot be served.
     """
     try:
-        backbone: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        backbone: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"MODEL must be a folder or hub id of a causal language model, got {model} ({error})."
@@ -1000,7 +1000,7 @@ def load(model: str, dtype: str, settings: Settings) -> tuple[Calls, Any, dict[s
     modules = modules_of(backbone)
     calls = Calls(backbone, piece_tokens=settings.piece_tokens, pass_tokens=settings.pass_tokens)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError):  # requests with stop strings are then refused
         tokenizer = None
     return calls, tokenizer, modules

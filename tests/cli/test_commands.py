@@ -200,7 +200,7 @@ def shown(folder: Path, *words: str) -> str:
 
 @pytest.mark.slow
 def test_nothing_of_a_library_is_shown(file: Path, tmp_path: Path) -> None:
-    assert shown(tmp_path, "train", str(file)) == ""
+    assert shown(tmp_path, "train", str(file), "--set", "tasks.sql.eval_dataset=null") == ""
 
 
 @pytest.mark.slow  # another interpreter

@@ -100,7 +100,9 @@ def begin_with_the_first_epoch_again(patch: pytest.MonkeyPatch) -> None:
 
 def trust_every_checkpoint(patch: pytest.MonkeyPatch) -> None:
     """The manifest is not checked: a file that exists counts as complete."""
-    patch.setattr(storage, "verify_folder", lambda folder, **kwargs: {})
+    patch.setattr(
+        storage, "verify_folder", lambda folder, **_: storage.unsealed_json(folder / "manifest.json")["facts"]
+    )
 
 
 def write_in_place(patch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_passes_in_turns_give_the_bits_of_passes_one_after_another(width: int, r
     assert other.stream.is_idle
     assert other.backbone.config._attn_implementation != ATTENTION_NAME
     assert not any(forward.group.are_apart for forward in multiplexed(other))
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads  # threads of other tests may have ended
 
 
 def multiplexed(model: Any) -> list[MultiplexedLinear]:

@@ -494,7 +494,7 @@ def test_a_gradient_of_another_dtype_is_refused_in_a_later_pass_too(report: dict
 def test_a_task_gets_the_same_bits_in_any_company(report: dict, index: int) -> None:
     differing = report["company"][str(index)]
     assert {"alone", "in another order"} <= differing.keys()
-    assert len(differing) >= 4  # with NaNs in other rows, at least of one other
+    assert len(differing) >= 3  # with NaNs in other rows, at least of one other
     assert differing == {way: [] for way in differing}
 
 
