@@ -44,7 +44,9 @@ class Server:
         for name, limits in {"alice": {}, "bob": {}, **(keys or {})}.items():
             if name not in self.keys:
                 self.keys[name] = create_key(store, name, **limits)
-        known.write_text(json.dumps(self.keys))
+        scratch = known.with_suffix(".tmp")
+        scratch.write_text(json.dumps(self.keys))
+        scratch.replace(known)  # as a whole: a kill may come at any time
         assert {row["name"] for row in list_keys(store)} == set(self.keys)
         backbone = drawn(LANGUAGE_MODELS["Llama"][0])
         modules, ledger = modules_of(backbone), Ledger(store)
