@@ -25,7 +25,7 @@ def write_result(name: str, contents: dict[str, Any], folder: Path | None = None
     Args:
         name: name of the file, without its ending.
         contents: plain values.
-        folder: folder of the file; by default that of results.
+        folder: folder of the file; by default the folder of results.
     """
     path = (folder or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -662,7 +662,7 @@ class Sampling:
     """Completions of the base model and of frozen weights, drawn together, token by token; made by `Calls.sampling`.
 
     Rows may join and leave between two tokens, and calls may run in between. A row is drawn as alone, with its own
-    seed, from log-probabilities that are equal to those of the row alone up to rounding.
+    seed, from log-probabilities as of the row alone, up to rounding.
     """
 
     def __init__(self, model: MultiTaskPeftModel, tokenizer: Any) -> None:
@@ -683,7 +683,7 @@ class Sampling:
 
         Args:
             requests: the weights that complete each prompt, `None` for the base model, and the request. Its `task` is
-                only a name, which its completion has, too; without a seed, that of its options is taken.
+                only a name, which its completion has, too; without a seed, the seed of its options counts.
 
         Returns:
             The number of each request.

@@ -79,7 +79,7 @@ class StepWatch(TrainerCallback):
     Args:
         device: the device to watch.
         num_steps: steps of the run.
-        num_profiled: how many of them are profiled; the seconds of these are not those of a step.
+        num_profiled: how many of them are profiled; profiled steps take longer.
     """
 
     def __init__(self, device: torch.device, num_steps: int, num_profiled: int) -> None:

@@ -145,7 +145,7 @@ CHOICES: dict[str, Callable[[Instance], Partition]] = {
 
 
 def main() -> None:
-    """Print the makespan of each choice over that of the best partition."""
+    """Print the makespan of each choice divided by the makespan of the best partition."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

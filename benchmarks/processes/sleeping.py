@@ -294,7 +294,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default="H100-80GB", help="a device whose data sheet is known")
     add("--slow", type=float, default=40.0, help="how many times slower than the device everything is (%(default)s)")
     add("--slow-shards", type=float, default=3.0, help="factor over --slow with tensor parallelism (%(default)s)")
-    add("--link", type=float, help="GB/s between the devices of a node; by default those of the data sheet")
+    add("--link", type=float, help="GB/s between the devices of a node; by default as in the data sheet")
     add("--layers", type=int, default=16, help="decoder layers (%(default)s)")
     add("--tasks", type=int, default=8, help="number of tasks, at most 8 (%(default)s)")
     add("--rows", type=float, default=2.0, help="factor over the rows of a step (%(default)s)")

@@ -11,9 +11,9 @@
     policies   one process: the planner's hTasks, all tasks in one batch, and each task by itself (M 3.3)
     dispatch   unequal replicas: rows dispatched in balance (L 4.3), by length, and uniformly
 
-All arms of a technique train the same rows. `faster` is the time of a step of the arm over that of the technique, and
-`planned` the same by the plans of both runs. Sleeping devices make the ratios independent of what else this machine
-does; `late` says how far that holds, and `sums` which part of the time sums over shards are on the link.
+All arms of a technique train the same rows. `faster` is how many times as long a step of the arm takes as one with the
+technique, and `planned` the same by the plans of both runs. Sleeping devices make the ratios independent of what else
+this machine does; `late` says how far that holds, and `sums` which part of the time sums over shards are on the link.
 """
 
 from __future__ import annotations

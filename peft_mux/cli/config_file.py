@@ -497,7 +497,7 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
 
 
 def _with_defaults(defaults: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a task with the defaults; held-out rows of its own replace those of the defaults."""
+    """Return the settings of a task with the defaults; its own held-out rows replace the default ones."""
     given = {key for key in ("eval_dataset", "eval_split", "val_size") if task.get(key) is not None}
     replaced = {"val_size"} if given else set()
     if "val_size" in given:

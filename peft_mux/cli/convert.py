@@ -78,7 +78,7 @@ def convert(arguments: argparse.Namespace) -> int:
         wrong = [key for key in names.split() if given.get(key) is not None and not is_valid(given[key])]
         faults += [Fault(key, shown(given[key]), allowed) for key in wrong]
     raise_faults(located(faults, path.name, lines))
-    notes = ["number of processes: train_batch_size, here that of one process, counts the rows of all"]
+    notes = ["number of processes: train_batch_size counts the rows of all processes, and is written for one"]
     settings = _settings(given, tool, notes, faults)
     settings = {**_rows(given, tool, settings.get("task.objective", "sft"), path.parent, notes, faults), **settings}
     raise_faults(located(faults, path.name, lines))
@@ -182,11 +182,11 @@ def _targets(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 def _hold_out(given: Mapping[str, Any], settings: dict[str, Any], notes: list[str]) -> None:
-    """Divide the rows into those of training and held-out ones; without any, leave settings of evaluations out."""
+    """Hold rows out; without held-out rows, leave settings of evaluations out."""
     key = "val_size" if "val_size" in given else "val_set_size"
     size = given.get(key) or 0
     if size and "task.eval_dataset" in settings:
-        notes.append(f"{key}: the held-out rows are those of eval_dataset")
+        notes.append(f"{key}: eval_dataset has the held-out rows")
     elif size:
         settings["task.val_size"] = int(size) if size >= 1 else size
     if "task.val_size" in settings or "task.eval_dataset" in settings:

@@ -302,7 +302,7 @@ _MAKERS: Mapping[str, tuple[Callable[[Row], dict[str, Any]], tuple[str, ...], li
 }
 """By format name: the function that converts a row, the optional columns, and the columns without feedback."""
 _NEEDED = {**FOREIGN_FORMATS, "alpaca_chat": FOREIGN_FORMATS["alpaca"]}
-"""The required columns of each format; those of chats have `chosen` and `rejected` in place of `output`."""
+"""The required columns of each format; chats may have `chosen` and `rejected` in place of `output`."""
 
 
 def _parsed(row_format: RowFormat) -> tuple[str, dict[str, str]]:

@@ -32,6 +32,9 @@ from peft_mux.scheduler.units import bytes_text
 _STAND_IN = "A100-80GB"
 _MEASURE = 'Measure this device with "peft-mux profile" and give the file as cost_profile.'
 
+_USABLE_SHARE = 0.95
+"""Share of a GPU's memory that plans fill; the rest is for what they do not count, such as the CUDA context."""
+
 
 def run_profile(
     args: MultiTaskTrainingArguments, shape: ModelShape, devices_per_stage: int = 1
@@ -266,7 +269,7 @@ def other_target(
         devices_per_stage=devices_per_stage,
         num_replicas=num_replicas,
         backbone_shards=shards,
-        limit_bytes=cluster.device.memory_bytes,
+        limit_bytes=int((1.0 if name == "cpu" else _USABLE_SHARE) * cluster.device.memory_bytes),
         profile=analytic_profile(cluster.device, shape, devices_per_stage, link=tensor_link, execution=execution),
         tensor_link=tensor_link,
         stage_links=stage_links,
@@ -298,8 +301,7 @@ def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
         return int(args.memory_limit_gib * 2**30)
     if args.device.type != "cuda":
         return None
-    # The margin is for what the memory model does not count, such as the CUDA context.
-    return int(0.95 * torch.cuda.get_device_properties(args.device).total_memory)
+    return int(_USABLE_SHARE * torch.cuda.get_device_properties(args.device).total_memory)
 
 
 def device_memory_bytes(device: torch.device) -> int | None:

@@ -111,7 +111,7 @@ class SampleCall:
         prompt: token ids.
         options: how completions are drawn.
         num_samples: number of completions.
-        seed: that of the first one, the others follow; `None` for one made of the request's id.
+        seed: seed of the first completion, the others follow; `None` for one made of the request's id.
         wants_prompt: whether log-probabilities of the prompt are wanted.
         num_scored: of how many of its last tokens.
         prompt_scores: number of likeliest tokens at each of these; `None` if nothing of the prompt is wanted.
@@ -635,7 +635,7 @@ class Engine:
         (model_id, name) = rows[0]
         if name is None:
             return True, None
-        # A name without a folder is that of weights which were never saved under a path.
+        # A name without a folder stands for weights that were never saved under a path.
         frozen = self.models.frozen(self._store / name)
         if frozen is not None:
             return True, frozen
@@ -660,16 +660,27 @@ class Engine:
                         self._answer(request, [ended[place] for place in sorted(ended)])
                 if time.perf_counter() >= until:
                     return True
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            # All begin again, with the same seeds, in smaller batches.
+        except Exception as error:
+            is_shortage = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            # After a fault of a device nothing is known of its memory.
+            if not is_shortage and isinstance(error, RuntimeError) and self._calls.model.device.type != "cpu":
+                raise
+            # All begin again, with the same seeds, in batches of half the tokens: at last the cause is by itself.
             requests = {request.id: request for request in (*self._joining, *(own for own, _ in self._rows.values()))}
+            if not requests:
+                raise
             self._sampling.cancel(self._sampling.numbers)
             self._rows, self._ended, self._joining = {}, {}, []
             self._most_sampled_tokens = sum(request.num_tokens for request in requests.values()) // 2
             self._waiting = [*requests.values(), *(own for own in self._waiting if own.id not in requests)]
             if len(requests) == 1:
                 request = self._waiting.pop(0)
-                self._fail(request, f"the request does not fit into memory ({error}). Ask for fewer tokens.")
+                if is_shortage:
+                    self._fail(request, f"the request does not fit into memory ({error}). Ask for fewer tokens.")
+                else:
+                    traceback.print_exc(file=sys.stderr)
+                    self._fail(request, f"the server has failed: {type(error).__name__}: {error}", SERVER)
+                    self._most_sampled_tokens = _MOST_SAMPLED_TOKENS
             return True
         return bool(self._finished)
 
@@ -689,6 +700,7 @@ class Engine:
                 continue
             if not is_there or (num_tokens and num_tokens + request.num_tokens > self._most_sampled_tokens):
                 continue
+            self._joining.append(request)
             call = request.payload = request.payload or self.read_sample(json.loads(request.body))
             first = int(digest(request.id.encode())[:15], 16) if call.seed is None else call.seed
             for place in range(call.num_samples):
@@ -698,7 +710,6 @@ class Engine:
                 chosen.append((weights, GenerationRequest(task="sample", seed=seed, **own, **scores)))
                 places.append((request, place))
             num_tokens += request.num_tokens
-            self._joining.append(request)
         if chosen:
             self._rows |= zip(self._sampling.add(chosen), places, strict=True)
             self._waiting = [request for request in self._waiting if request not in self._joining]

@@ -1,7 +1,7 @@
 """The losses of the Tinker API: sums over targets, as its documentation defines them, with its thresholds.
 
-The documentation names no default for the thresholds of `gspo` (here those of `ppo`) and for `beta` of `dro` (here that
-of its example). Per-token thresholds may come as columns.
+The documentation names no default for the thresholds of `gspo` (here as for `ppo`) and for `beta` of `dro` (here as in
+its example). Per-token thresholds may come as columns.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from peft_mux.serve.ledger import QUEUED, Ledger
 SNAPSHOT_S = 10.0
 """Seconds of passes behind the last snapshot after which the next one is written."""
 _PATIENCE_S = 2.0
-"""Seconds after which a model that waits for a place takes that of one that has work, too."""
+"""Seconds after which a waiting model takes the place of a model that has work, too."""
 
 
 @dataclass(eq=False)

@@ -116,7 +116,7 @@ class TrainingRequest:
 
     Attributes:
         model_id: the model.
-        seq_id: the number of the request among those of its model.
+        seq_id: the number of the request, counted for each model.
         loss_fn: name of the loss.
         loss_fn_config: its settings.
         forward_only: compute no gradient.
@@ -223,7 +223,7 @@ def _read_tensor(tensor: Any, where: str) -> np.ndarray:
         return flat.reshape(shape)
     rows = _elements(tensor.sparse_csr.crow_indices, 2, f"{where}.crow_indices")
     columns = _elements(tensor.sparse_csr.col_indices, 2, f"{where}.col_indices")
-    # Elements that are not listed take memory, too, so their number is limited as that of a body is.
+    # Elements that are not listed take memory, too, so their number is limited like the bytes of a body.
     if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_BODY_BYTES // 4:
         raise DataError(
             f"{where}.shape must have two dimensions of at most {MAX_BODY_BYTES // 4} elements, got {shape}."

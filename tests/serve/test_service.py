@@ -611,6 +611,25 @@ def test_a_full_disk_is_a_503_that_changes_nothing_and_work_continues_once_there
     server.close()
 
 
+def test_a_sampling_request_that_raises_fails_alone(server: Server, alice: Client, monkeypatch: Any) -> None:
+    session = {"session_id": alice.session, "sampling_session_seq_id": 71, "base_model": BASE}
+    sampler = alice.ok("create_sampling_session", session)["sampling_session_id"]
+    expected = alice.samples(alice.sample(sampler, 0)).sequences[0]
+    advance = server.engine._sampling.advance
+
+    def odd() -> Any:
+        if any(request.payload.prompt == [9] for request, _ in server.engine._rows.values()):
+            raise ValueError("an odd prompt")
+        return advance()
+
+    monkeypatch.setattr(server.engine._sampling, "advance", odd)
+    requests = [alice.sample(sampler, 1), alice.sample(sampler, 2, prompt=[9]), alice.sample(sampler, 3)]
+    first, failed, last = map(alice.samples, requests)
+    assert failed == ("server", "the server has failed: ValueError: an odd prompt")
+    for found in (first, last):
+        assert (found.sequences[0].tokens, found.sequences[0].logprobs) == (expected.tokens, expected.logprobs)
+
+
 def test_a_sampling_request_can_be_cancelled(alice: Client) -> None:
     session = {"session_id": alice.session, "sampling_session_seq_id": 70, "base_model": BASE}
     sampler = alice.ok("create_sampling_session", session)["sampling_session_id"]

@@ -197,7 +197,7 @@ class LinearGroup:
         stream: the model's, which knows which rows belong to which task.
 
     Attributes:
-        number: the number of the group among those of the model.
+        number: number of the group within the model.
         are_apart: whether the model has called only some of them with a tensor.
     """
 
