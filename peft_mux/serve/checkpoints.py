@@ -139,13 +139,15 @@ def write_adapter(
     """
 
     def fill(scratch: Path) -> None:
-        crashpoint("mid_export")
         save_tensors(scratch / "adapter_model.safetensors", state.weights)
+        crashpoint("mid_export")
         config.save_pretrained(str(scratch))
+        crashpoint("mid_export")
         if with_state:
             rest = {item.name: getattr(state, item.name) for item in fields(state) if item.name != "weights"}
             tensors, tree = pack_state(rest)
             save_tensors(scratch / "state.safetensors", tensors)
+            crashpoint("mid_export")
             (scratch / "state.json").write_bytes(sealed_json(tree))
 
     folder.parent.mkdir(parents=True, exist_ok=True)
