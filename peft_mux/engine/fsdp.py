@@ -22,8 +22,8 @@ the same pipeline stage, one in each replica::
 
 Processes that have fewer passes in a step than others join the all-gathers of the others without computing anything.
 In a pipeline all replicas follow one template and reach its actions in the same order; after its own passes of an
-action, a replica joins the additional passes of others. Deadlocks are impossible: an action waits only for earlier
-actions of the template on other stages, and for the same action in other replicas.
+action, a replica joins the additional passes of others. So an action waits only for earlier actions of the template on
+other stages, and for the same action in other replicas; `peft_mux.engine.pipeline.links` says what NCCL needs besides.
 """
 
 from __future__ import annotations

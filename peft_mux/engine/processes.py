@@ -9,6 +9,11 @@ A backend only reports that a connection broke or a time limit passed. So a proc
 rendezvous store, and the others look for notes before they raise their own error. One that is killed leaves none; on
 the same host the others see that it has ended. Under torchrun a process that fails also writes the error file from
 which the launcher reports the first failure.
+
+NCCL does not notice a broken connection: its kernels wait on the device until the time limit, and the host waits for
+the device. So a thread looks for notes every second, and aborts this process's groups when another one has failed.
+NCCL also connects a group at its first message, for which it allocates memory. All groups are connected when they are
+made, in one order on all processes, as an allocation may wait for kernels that wait for another process.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +40,7 @@ _POLL_S = 0.05
 _MAX_CHARACTERS = 2000
 _MOST_GRACE_S = 2.0
 _MOST_PATIENCE_S = 10.0
+_WATCH_S = 1.0
 
 
 class Pending(NamedTuple):
@@ -98,6 +105,8 @@ class Processes:
         self._device_group: Any = None
         self._groups: dict[tuple[int, ...], Any] = {}
         self._opened: list[Any] = []
+        self._is_closed = threading.Event()
+        self._is_aborted = False
 
     @classmethod
     def of(cls, args: MultiTaskTrainingArguments) -> Processes:
@@ -120,9 +129,14 @@ class Processes:
         timeout = timedelta(seconds=self.timeout_s)
         with self.communicating("the start"):
             self._gloo_group = dist.new_group(backend="gloo", timeout=timeout)
-            self._device_group = self._gloo_group if self.device.type == "cpu" else dist.new_group(timeout=timeout)
         # By rank, kept by each process, as the store may be gone when they are needed.
         self._places = self.gather((_own_space(), os.getpid()))
+        if self.device.type == "cpu":
+            self._device_group = self._gloo_group
+            return
+        self._device_group = self._new_group(range(self.world_size))
+        self._is_closed.clear()
+        threading.Thread(target=self._watch, name="peft_mux failures", daemon=True).start()
 
     def create_groups(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Make groups for sets of ranks, each once; a set of one rank or of all needs none.
@@ -139,11 +153,12 @@ class Processes:
                 # Kept also if this process is no member, so that all know which sets are made already.
                 self._groups[ranks] = self._new_group(ranks)
 
-    def open_group(self, ranks: Sequence[int] | None = None) -> Any:
+    def open_group(self, ranks: Sequence[int] | None = None, *, connects: bool = True) -> Any:
         """Return a new group, for communication apart from that of gradients; every process of the run calls this.
 
         Args:
             ranks: ranks of its members; all by default.
+            connects: connect it for collectives. NCCL connects sends and receives separately, at the first of them.
 
         Returns:
             The group; `None` for a process that is not in it.
@@ -151,24 +166,26 @@ class Processes:
         Raises:
             ProcessError: if another process does not within the time limit.
         """
-        group = self._new_group(range(self.world_size) if ranks is None else ranks)
+        group = self._new_group(range(self.world_size) if ranks is None else ranks, connects=connects)
         if group is not None:
             self._opened.append(group)
         return group
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
+    def _new_group(self, ranks: Sequence[int], *, connects: bool = True) -> Any:
         with self.communicating("the start of a group"):
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
-        return group if self.rank in ranks else None
+            if self.rank not in ranks:
+                return None
+            if connects:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
 
     def close_group(self, group: Any) -> None:
         """Close a group that `open_group` returned; nothing happens if a failure has closed all of them."""
         if not any(one is group for one in self._opened):
             return
         self._opened = [one for one in self._opened if one is not group]
-        # NCCL would wait for its peers; its own watchdog ends them.
-        if "gloo" in dist.get_backend(group):
-            dist.destroy_process_group(group)
+        _end(group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a small plain value of every process, by rank."""
@@ -282,6 +299,40 @@ class Processes:
             self._last_s = time.perf_counter()
             self.waited_s += self._last_s - started
 
+    def wait_for_device(self) -> None:
+        """Wait until the device has done what was launched; on CPUs nothing is left to do.
+
+        Raises:
+            ProcessError: if another process has failed or died, so that what the device has computed means nothing.
+        """
+        if self.is_alone or self.device.type == "cpu":
+            return
+        event = torch.Event(self.device)
+        event.record()
+        event.synchronize()
+        if self._is_aborted:
+            with self.communicating("the results of a step"):
+                raise RuntimeError("another process has failed.")
+
+    def _watch(self) -> None:
+        """Abort the groups of the device once another process has failed, as NCCL would wait until the time limit."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        while not self._is_closed.wait(_WATCH_S):
+            try:
+                has_failed = any(self._has_ended(rank) or self._store.check([str(rank)]) for rank in others)
+            except RuntimeError:
+                has_failed = True  # the store has gone with rank 0, which holds it
+            if has_failed:
+                self._is_aborted = True
+                for group in self._device_groups():
+                    _end(group)
+                return
+
+    def _device_groups(self) -> list[Any]:
+        own = (self._device_group, *self._groups.values(), *self._opened)
+        groups = {id(group): group for group in own if group is not None and group is not self._gloo_group}
+        return list(groups.values())
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run what all processes run; the error of one ends the waiting of the others at once."""
@@ -381,14 +432,20 @@ class Processes:
             return True
 
     def close(self) -> None:
-        """Close the connections through gloo, so that no other process waits for this one any longer."""
-        own = (self._gloo_group, self._device_group, *self._groups.values(), *self._opened)
-        groups = {id(group): group for group in own if group is not None}
+        """Close the connections, so that neither another process nor this one's device waits any longer."""
+        self._is_closed.set()
+        groups = [*self._device_groups(), *([] if self._gloo_group is None else [self._gloo_group])]
         self._gloo_group, self._device_group, self._groups, self._opened = None, None, {}, []
-        # NCCL would wait for its peers; its own watchdog ends them, and the next exchange through gloo before that.
-        for group in groups.values():
-            if "gloo" in dist.get_backend(group):
-                dist.destroy_process_group(group)
+        for group in groups:
+            _end(group)
+
+
+def _end(group: Any) -> None:
+    """Close a group: abort NCCL's, which would wait for its peers, and whose kernels would hold the device up."""
+    if "gloo" in dist.get_backend(group):
+        dist.destroy_process_group(group)
+    else:
+        group.abort()
 
 
 def _own_space() -> str:

@@ -440,6 +440,7 @@ class TaskEvaluator:
         for number, batch in self._own_batches(held_out_batches(run, limit, totals, is_as_trained=True)):
             micro_batches = self._collator.micro_batches([batch], max_tokens=max_tokens)
             found = self._placement.executor.forward_sums(micro_batches)
+            self._run.processes.wait_for_device()
             loss = found.losses[run.name].item()
             if number is not None:
                 # Sums, not means, are exchanged: batches have unequal numbers of terms. If losses divide by totals,

@@ -130,6 +130,7 @@ class TrainingLoop:
             self._apply_endings(self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False)[0])
         steps = {name: loss for name, loss in result.losses.items() if run.table[name].status is TaskStatus.RUNNING}
         result = replace(result, losses=steps, norms=result.norms and {name: result.norms[name] for name in steps})
+        run.processes.wait_for_device()
         run.is_updating = True
         (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
@@ -222,6 +223,7 @@ class TrainingLoop:
 
         def update(step: int, losses: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> frozenset[str]:
             """Step the tasks of a bucket; return all tasks that take no further step in the window."""
+            run.processes.wait_for_device()
             alive = {name: loss for name, loss in losses.items() if name not in stopped}
             found = table.update(alive, [norms[name] for name in alive])
             outcomes[step].update(found)

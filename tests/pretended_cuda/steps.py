@@ -56,6 +56,7 @@ class Case:
         name: model of the card.
         capability: compute capability of the card.
         has_driver: whether Triton finds a driver.
+        on_side_stream: whether the current stream is not the default one, as in passes that take turns.
     """
 
     architecture: str = "llama"
@@ -71,6 +72,7 @@ class Case:
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
     has_driver: bool = True
+    on_side_stream: bool = False
 
 
 def train(**fields: Any) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def train(**fields: Any) -> dict[str, Any]:
         `unsafe`, what was done under capture that no graph can repeat; `num_captures`; `attention`, calls of torch's
         attention operators; `launches` of each kernel in passes and updates; `signatures`, the variants that would have
         been compiled; `said`, the warnings; `rows_left_out`, rows for which products with frozen weights were not made
-        in backward passes.
+        in backward passes; `stream_waits`, how often the host waited for a side stream.
     """
     case = Case(**fields)
     forget_the_last_card()
@@ -91,7 +93,9 @@ def train(**fields: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         batches = [_batches(case, step) for step in range(NUM_STEPS)]
-        with device.present(), _counting(rows_left_out):
+        stream = mock.Mock(stream_id=int(case.on_side_stream))
+        current_stream = mock.patch.object(torch.accelerator, "current_stream", return_value=stream)
+        with device.present(), _counting(rows_left_out), current_stream:
             seen = _train(case, _model(case), device, batches)
     return seen | {
         "attention": dict(device.attention),
@@ -101,6 +105,7 @@ def train(**fields: Any) -> dict[str, Any]:
         "signatures": list(device.launches.signatures),
         "said": list(dict.fromkeys(str(warning.message) for warning in said)),
         "rows_left_out": sum(rows_left_out),
+        "stream_waits": stream.synchronize.call_count,
     }
 
 

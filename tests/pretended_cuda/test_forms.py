@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "an old card": {"name": "Tesla T4", "capability": [7, 5], "dtype": "fp16"},
     "no driver, plain AdamW": {"has_driver": False, "optim": "adamw_torch"},
     "SGD": {"optim": "sgd"},
+    "a side stream": {"on_side_stream": True},
 }
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "gpt2", "opt", "bert")
 DTYPES: dict[str, dict[str, Any]] = {
@@ -86,6 +87,13 @@ def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_repla
     found: Found, name: str, stops: bool
 ) -> None:
     assert (seen_of(found, name)["rows_left_out"] > 0) == stops
+
+
+@pytest.mark.slow
+def test_tables_that_a_side_stream_makes_are_complete_before_another_reads_them(found: Found) -> None:
+    # Both layers have a group of q, k and v, of o, of gate and up, and of down; made once for all passes and steps.
+    assert seen_of(found, "a side stream")["stream_waits"] == 8
+    assert seen_of(found, "plain")["stream_waits"] == 0
 
 
 WITHOUT_KERNELS = {

@@ -4,23 +4,32 @@ A channel is one-way between two processes and carries one kind of message, hidd
 channel has its own process group, so that channels do not wait for each other: NCCL runs all communication of two
 processes in a group as one queue, in which a waiting receive would block the sends after it.
 
-NCCL connects a group at its first message, and blocks each process until its peer connects the same group. All
-channels are therefore connected when they are created, in an order that all processes share. If the first step
-connected them, a stage could block on the hidden states of its neighbour while the neighbour blocks on its gradients.
+NCCL connects the two ends of a channel at its first message, and blocks each process until its peer connects the same
+channel. All channels are therefore connected when they are created, in an order that all processes share. If the first
+step connected them, a stage could block on the hidden states of its neighbour while the neighbour blocks on its
+gradients.
 
-There are no deadlocks, on gloo and NCCL: sends never block an action; they are only waited for when their message is
-known to have been received, or at the end of the step. So an action waits only for its input. On a channel, messages
-arrive in the order of the sender's list. The receiver knows this list and posts its receives in the same order, so the
-k-th receive matches the k-th send; messages that arrive before they are needed are kept. Therefore a template that
-finishes in simulation (`peft_mux.scheduler.pipeline.simulator.verify`), where messages take any time and actions wait
-only for inputs, also finishes here. The same holds for a template of several steps: losses and norms of a bucket's step
-are sent down after its last gradient and up before the first hidden states of its next step, so waiting for them means
-waiting for the same sender.
+An action waits only for its input: sends never block an action; they are only waited for when their message is known to
+have been received, or at the end of the step. On a channel, messages arrive in the order of the sender's list. The
+receiver knows this list and posts its receives in the same order, so the k-th receive matches the k-th send; messages
+that arrive before they are needed are kept. Therefore a template that finishes in simulation
+(`peft_mux.scheduler.pipeline.simulator.verify`), where messages take any time and actions wait only for inputs, also
+finishes over gloo. The same holds for a template of several steps: losses and norms of a bucket's step are sent down
+after its last gradient and up before the first hidden states of its next step, so waiting for them means waiting for
+the same sender.
 
-Memory of messages: one receive is posted ahead of the message that is needed now. A sender holds an output until its
-gradient has arrived, which the activation bytes of a template include. A gradient `[T, D]` is held until it is known to
-be received. NCCL reports this. Gloo does not, so there it is held until hidden states arrive that its receiver sent
-after receiving it (`Traffic.gradients_taken`), at the latest until the end of the step.
+Over NCCL this rests on more, and is tested only by an emulation over gloo. A receive is a kernel that waits on the
+device for its message, and a host that waits for the whole device (as it may to allocate or pin memory) waits for this
+kernel too. So a receive is launched when an action needs its message: all that the message depends on was launched
+before. A send is a kernel that waits as well, for its receive. If the hosts of two neighbours wait for their devices at
+the same time, each after a send that the other has not yet asked for, both hang until `ddp_timeout`. This could only
+happen in the first steps, before the allocator has its memory. NCCL also needs a hardware queue for each of its streams
+(`CUDA_DEVICE_MAX_CONNECTIONS`, see `docs/parallel.md`).
+
+Memory of messages: on CPUs one receive is posted ahead of the message that is needed now. A sender holds an output
+until its gradient has arrived, which the activation bytes of a template include. A gradient `[T, D]` is held until it
+is known to be received. NCCL reports this. Gloo does not, so there it is held until hidden states arrive that its
+receiver sent after receiving it (`Traffic.gradients_taken`), at the latest until the end of the step.
 """
 
 from __future__ import annotations
@@ -63,6 +72,7 @@ class Channel:
         self._peer, self._group, self._processes, self._what = peer, group, processes, what
         self._messages: dict[Hashable, tuple[torch.Tensor, Any]] = {}
         self._expected: deque[Expected] = deque()
+        self._posts_ahead = processes.device.type == "cpu"
 
     # ------------------------------------------------------------------ the sender's end
 
@@ -92,12 +102,12 @@ class Channel:
     # ------------------------------------------------------------------ the receiver's end
 
     def expect(self, messages: Iterable[Expected]) -> None:
-        """Set the messages to expect until the next flush, in the sender's order, and post the first receive."""
+        """Set the messages to expect until the next flush, in the sender's order; on a CPU post the first receive."""
         if self._group is not None:
             assert not self._expected, "all messages of a step are taken before the next one"
             assert not self._messages, "all messages of a step are taken before the next one"
             self._expected.extend(messages)
-            self._post()
+            self._post_ahead()
 
     def take(self, key: Hashable) -> torch.Tensor:
         """Return a message, waiting for it if necessary.
@@ -112,10 +122,15 @@ class Channel:
         tensor, work = self._messages.pop(key)
         if work is not None:
             # Posted before the wait, so that the next message can arrive while this one is pending or in use.
-            self._post()
+            self._post_ahead()
             with self._processes.communicating(self._what):
                 work.wait()
         return tensor
+
+    def _post_ahead(self) -> None:
+        # On a GPU a receive waits on the device, for a message that may depend on what this host has yet to launch.
+        if self._posts_ahead:
+            self._post()
 
     def _post(self) -> None:
         """Post the receive of the next message on the list, if there is one."""
@@ -168,7 +183,7 @@ class PipelineLinks:
             forwards = [("F", source, target) for source, target in ways]
             for kind, source, target in [*forwards, *(("B", target, source) for source, target in ways)]:
                 # A group per direction and kind: in a shared one, a waiting receive would block the sends after it.
-                group = None if source == target else self._open([ranks[source], ranks[target]])
+                group = None if source == target else self._open([ranks[source], ranks[target]], connects=False)
                 if processes.rank not in ranks:
                     continue
                 if group is not None:
@@ -184,8 +199,8 @@ class PipelineLinks:
                     arrival = f"the arrival of {what} from rank {ranks[source]}"
                     self.incoming[kind, source] = Channel(ranks[source], group, processes, arrival)
 
-    def _open(self, ranks: Sequence[int]) -> Any:
-        group = self._processes.open_group(ranks)
+    def _open(self, ranks: Sequence[int], *, connects: bool = True) -> Any:
+        group = self._processes.open_group(ranks, connects=connects)
         if group is not None:
             self._groups.append(group)
         return group
@@ -210,7 +225,7 @@ class PipelineLinks:
                 dist.broadcast(tensor, src=self._ranks[stage], group=self._whole_pipeline)
 
     def close(self) -> None:
-        """Abort the connections, so that no other stage keeps waiting for this process."""
+        """Close the connections, so that no other stage keeps waiting for this process."""
         groups, self._groups = self._groups, []
         for group in groups:
             self._processes.close_group(group)

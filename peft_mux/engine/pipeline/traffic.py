@@ -98,7 +98,7 @@ class Traffic:
         slots: Mapping[Slot, Sequence[MuxBatch]],
         num_tasks: Mapping[int, int] | None = None,
     ) -> None:
-        """Post the first receive of each channel for the messages until the next flush."""
+        """Tell each channel the messages until the next flush."""
         self.slots = slots
         self._links, self._stage, self._template = links, stage, template
         self._num_tasks = num_tasks or {}

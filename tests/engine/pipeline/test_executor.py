@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.checkpoint.task_state import join_state, merge_states, split_state
+from peft_mux.engine.pipeline import links
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
@@ -113,6 +115,21 @@ def test_a_step_without_some_tasks_leaves_their_micro_batches_empty() -> None:
     assert result.losses.keys() == {"d"}
     assert (result.norms, executor.sync.num_bytes) == (None, 0), "without a sync nothing is summed"
     assert executor.run(lab.step_work(1, [])).losses == {}
+
+
+@pytest.mark.parametrize(("device", "num_ahead"), [("cpu", 1), ("meta", 0)])
+def test_a_receive_is_posted_ahead_on_a_cpu_alone_as_it_holds_up_other_devices(
+    device: str, num_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[torch.Tensor] = []
+    work = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(links.dist, "irecv", lambda tensor, **_: posted.append(tensor) or work)
+    channel = links.Channel(1, object(), Processes(0, 2, device=torch.device(device)), "hidden states")
+    channel.expect([links.Expected(number, torch.Size([4]), torch.float32) for number in range(3)])
+    assert len(posted) == num_ahead
+    for number in (1, 0, 2):  # in another order than they are sent
+        channel.take(number)
+        assert len(posted) == min(3, max(number, 1) + 1 + num_ahead)
 
 
 # --------------------------------------------------------------------- stages

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,10 +192,11 @@ def named_in(error: str) -> set[int]:
     return {int(rank) for rank in re.findall(r"rank (\d+)", cause)}
 
 
-def connected(timeout_s: float = 60.0) -> Processes:
+def connected(timeout_s: float = 60.0, device: torch.device | None = None) -> Processes:
     """Return this process among the others of its launch, connected."""
     torch.distributed.init_process_group("gloo")
-    processes = Processes(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s=timeout_s)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    processes = Processes(rank, world_size, device=device, timeout_s=timeout_s)
     processes.connect()
     return processes
 
@@ -329,6 +331,22 @@ def failing_alone(rank: int, folder: Path, error_file: str) -> Part:
         raise OSError("the disk of rank 1 is full")
 
     return run(folder, five_tasks(), recorder=lab.Recorder(at_end={3: fail} if rank == 1 else {}))
+
+
+def waiting_for_the_device(rank: int) -> None:
+    """Fail on rank 1; on the others the device waits for it until groups are aborted, as in a collective of NCCL."""
+    released = threading.Event()
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: released.wait(TIMEOUT_S))
+    with pytest.MonkeyPatch.context() as patch:
+        # A device without numbers; its groups are of gloo.
+        patch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+        patch.setattr(torch, "Event", lambda device: event)
+        patch.setattr("peft_mux.engine.processes._end", lambda group: released.set())
+        processes = connected(device=torch.device("meta"))
+        with processes.together():
+            if rank == 1:
+                raise OSError("the disk of rank 1 is full")
+            processes.wait_for_device()
 
 
 class FailsOnce(TrainerCallback):

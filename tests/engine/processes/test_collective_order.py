@@ -1,6 +1,7 @@
 """All members of a group issue the same collectives in the same order: on GPUs, another order hangs or mixes values.
 
-The first message between two processes of a group waits here until both have begun it, as NCCL connects them then.
+The first message of a group waits here until all its processes have begun it, as NCCL connects them then, and receives
+are posted as on a GPU. No group may be connected in a step: NCCL would allocate while receives wait on the device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from peft_mux.engine import fsdp
+from peft_mux.engine.pipeline.links import Channel, PipelineLinks
+from peft_mux.engine.processes import Processes
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases
 
@@ -27,9 +31,7 @@ COLLECTIVES = (
 LAYOUTS = [
     pytest.param(5, {"replicas": "<2,2>, <1,1>"}, id="unlike replicas", marks=pytest.mark.slow),
     pytest.param(7, {"replicas": "<2,2>, <2,1>, <1,1>"}, id="more unlike replicas", marks=pytest.mark.nightly),
-    pytest.param(
-        4, {"pipeline_parallel_size": 2, "shard_backbone": True}, id="sharded stages", marks=pytest.mark.nightly
-    ),
+    pytest.param(4, {"pipeline_parallel_size": 2, "shard_backbone": True}, id="sharded stages", marks=pytest.mark.slow),
 ]
 Issued = dict[tuple[str, tuple[int, ...]], list[str]]
 
@@ -51,25 +53,44 @@ def record(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Is
 
         return call
 
-    connected: set[str] = set()
+    connected: set[tuple[str, bool]] = set()
+    making: list[str] = []
 
     def connecting(plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Make the first message of a group wait for the process at the other end, as over NCCL."""
+        """Make the first message of a group wait for all its processes, as over NCCL; sends have connections apart."""
 
-        def call(tensor: torch.Tensor, peer: int | None = None, group: Any = None, **ends: int) -> Any:
-            peer = next(iter(ends.values()), peer)
-            if group.group_name not in connected:
-                connected.add(group.group_name)
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            key = "" if group is None else group.group_name, plain.__name__ in ("isend", "irecv")
+            if group is not None and key not in connected:
+                connected.add(key)
+                assert making, f"{plain.__name__} connects {dist.get_process_group_ranks(group)} in a step"
                 store = dist.distributed_c10d._get_default_store()
-                store.set(f"connects {group.group_name} {rank}", "")
-                store.wait([f"connects {group.group_name} {peer}"], timedelta(seconds=60))
-            return plain(tensor, peer, group=group)
+                store.set(f"connects {key} {rank}", "")
+                others = [f"connects {key} {peer}" for peer in dist.get_process_group_ranks(group)]
+                store.wait(others, timedelta(seconds=60))
+            return plain(*args, **kwargs)
+
+        return call
+
+    def beforehand(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            making.append(plain.__name__)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                making.pop()
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("isend", "irecv"):
+        for owner, name in ((Processes, "connect"), (Processes, "_new_group"), (PipelineLinks, "_connect")):
+            patch.setattr(owner, name, beforehand(getattr(owner, name)))
+        patch.setattr(Channel, "_post_ahead", lambda channel: None)
+        for name in ("isend", "irecv", "all_reduce", "broadcast", "reduce", "all_gather_object"):
             patch.setattr(dist, name, connecting(getattr(dist, name)))
+        patch.setattr(fsdp, "_all_gather", connecting(fsdp._all_gather))
         for name in COLLECTIVES:
             patch.setattr(dist, name, noted(name, getattr(dist, name)))
         layout_cases.train_with_comings_and_goings(rank, folder, model, arguments)

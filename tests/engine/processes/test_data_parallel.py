@@ -112,6 +112,13 @@ def test_the_error_of_one_process_is_reported_by_the_others_though_a_launchers_f
         assert other.seconds < cases.TIMEOUT_S
 
 
+def test_a_failure_is_named_within_seconds_though_the_device_waits_for_the_process_that_failed() -> None:
+    outcomes = launch(2, cases.waiting_for_the_device)
+    assert outcomes[1].error == "OSError: the disk of rank 1 is full"
+    assert "rank 1 failed with OSError: the disk of rank 1 is full" in outcomes[0].error
+    assert outcomes[0].seconds < 10
+
+
 # ---------------------------------------------------------------- differences
 
 

@@ -288,6 +288,9 @@ class LoraPass:
             made[group.number] = self._groups.make_tables(group, self.adapters, dtype, self._watched)
             if made[group.number] is None:
                 self._groups.composes = False
+            if self.places.is_cuda and (stream := torch.accelerator.current_stream()).stream_id != 0:
+                # Passes in turns have a stream each, and read tables and first copies of weights that others have made.
+                stream.synchronize()
         tables = made[group.number]
         # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
         if self._has_fixed_size:
