@@ -83,6 +83,7 @@ HARMLESS_VALUES = {
 }
 
 
+@pytest.mark.slow
 def test_harmless_fields_pass_and_change_no_result(tmp_path: Path) -> None:
     given = {name: HARMLESS_VALUES.get(name, True) for name in HARMLESS}
     losses = []
@@ -182,6 +183,7 @@ def test_a_value_that_no_run_can_have_is_refused_by_field_with_what_came_and_wha
         assert len(message.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field", [name for name, item in MultiTaskTrainingArguments.__dataclass_fields__.items() if item.init]
 )

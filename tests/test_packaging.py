@@ -81,6 +81,7 @@ def test_the_source_distribution_has_every_file_of_the_repository_and_nothing_el
     assert more == {"PKG-INFO"}
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_package_with_the_demo_and_nothing_else(built: Distributions) -> None:
     demo = {name for name in built.tracked if name.startswith("examples/demo/")}
     package = {name for name in built.tracked if name.startswith("peft_mux/")}

@@ -102,6 +102,7 @@ for _event in "step_begin pre_optimizer_step optimizer_step step_end evaluate lo
     setattr(Asks, f"on_{_event}", hearing(f"on_{_event}"))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_strategy_best_are_those_of_trainer(tmp_path: Path) -> None:
     same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
     for greater, wanted in ((True, [2]), (False, [2, 4, 6, 7])):  # the loss falls

@@ -127,6 +127,7 @@ def assert_goes_on(folder: Path, sound: Outcome) -> None:
     raise AssertionError(f"its own advice does not help: {refusal}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", sampled(FAULTS, fast=2, ci=12))
 def test_a_call_that_fails_ends_no_run_and_changes_no_bit(
     fault: Fault, sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

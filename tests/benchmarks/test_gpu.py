@@ -127,6 +127,7 @@ def _rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> 
     original(self, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name", "fault", "rows", "check"),
     [

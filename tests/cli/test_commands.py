@@ -96,6 +96,7 @@ def test_a_second_train_is_refused_before_a_model_or_rows_are_read_and_resume_co
     assert "holds no state of a run" in shell.refused("train", file, "--resume", "--set", new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_training_that_a_signal_ends_says_where_it_was_saved_and_its_status_tells_the_signal(
     file: Path,

@@ -48,6 +48,7 @@ def run(made: Path) -> Path:
     return made / "saved"
 
 
+@pytest.mark.slow
 def test_saved_adapters_have_the_metrics_of_the_last_evaluation_of_the_training(run: Path, shell: Shell) -> None:
     logged = {record["task"]: record for record in run_records(run, "eval")}
     found = shell.json("eval", run)

@@ -199,6 +199,7 @@ def skypilot_command(tmp_path: Path) -> list[str]:
     return subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml", "skypilot.yaml"])
 def test_torchrun_and_peft_mux_accept_the_command(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -71,6 +71,7 @@ def test_the_quickstart_plans_three_tasks_and_teaches_each_its_held_out_answers(
         assert int(right_before) < 50 < 90 <= int(right_after), name
 
 
+@pytest.mark.slow
 def test_the_adapters_of_the_quickstart_are_plain_peft(quickstart: tuple[str, Path]) -> None:
     printed, folder = quickstart
     for name in ("mood", "kind", "action"):

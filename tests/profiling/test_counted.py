@@ -62,6 +62,7 @@ if has_liger():
     OTHERS["Liger"] = lambda: (a_model(), {"autocast": torch.bfloat16, "device_type": "cuda", "liger": {}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", OTHERS)
 def test_equal_models_are_counted_once_and_another_model_or_pass_again(other: str, counts: list[Any]) -> None:
     first, second = (count_activation_bytes_per_token(a_model(), LENGTHS) for _ in range(2))

@@ -90,7 +90,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train_with_unlike_adapters(tmp_path_factory.mktemp("together"), NAMES)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("dpo", "kto") else SLOW) for name in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "dpo" else SLOW) for name in NAMES])
 def test_a_task_trains_with_others_of_other_losses_and_types_as_it_does_alone(
     name: str, together: Trained, tmp_path: Path
 ) -> None:

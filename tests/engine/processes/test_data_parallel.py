@@ -39,6 +39,7 @@ def test_processes_that_do_not_see_the_same_run_folder_are_named_before_anything
     assert list((tmp_path / "host-0/run").glob(".tmp-*")) == []
 
 
+@SLOW
 def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(alone: Part, tmp_path: Path) -> None:
     parts = values(launch(2, cases.poisoned, tmp_path))
     for part in parts:
@@ -112,6 +113,7 @@ def test_the_error_of_one_process_is_reported_by_the_others_though_a_launchers_f
         assert other.seconds < cases.TIMEOUT_S
 
 
+@SLOW
 def test_a_failure_is_named_within_seconds_though_the_device_waits_for_the_process_that_failed() -> None:
     outcomes = launch(2, cases.waiting_for_the_device)
     assert outcomes[1].error == "OSError: the disk of rank 1 is full"
@@ -175,6 +177,7 @@ def test_a_task_that_waits_runs_on_all_processes_when_the_one_before_it_fails_on
 # ------------------------------------------------------------ printing, files
 
 
+@SLOW
 def test_two_processes_train_to_the_result_of_one_and_the_first_alone_prints_and_writes(
     alone: Part, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_merged_task_computes_what_its_view_did(group: Group, name: str) -> No
         assert relative(model.task_view(name).merge_and_unload()(input_ids=IDS).logits, wanted) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_of_every_way_resumes_with_the_same_bits(tmp_path: Path) -> None:
     configs = {
         **{name: steps.CONFIGS[name] for name in ("dora", "initial", "plain")},

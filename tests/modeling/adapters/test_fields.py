@@ -57,6 +57,7 @@ JUDGED_BY_PEFT = ("peft_type", "layers_to_transform", "layers_pattern", "use_bdl
 """Fields of which PEFT refuses some values, because of others or of the backbone."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", LORA_FIELDS)
 def test_any_value_in_any_field_is_trained_with_or_refused_by_name(field: str, tmp_path: Path) -> None:
     refused, taken, backbone = [], [], tiny_llama()

@@ -160,6 +160,7 @@ def assert_plain_peft_can_work_on_it(loaded: Any, wanted: torch.Tensor, *, merge
         assert torch.allclose(loaded.merge_and_unload()(input_ids=IDS).logits, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 @EVERY_KIND
 def test_a_task_among_tasks_of_other_types_drops_what_it_drops_alone_and_merges(kind: AdapterKind) -> None:
     case = CASES[kind.peft_type]

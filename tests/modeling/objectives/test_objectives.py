@@ -245,6 +245,7 @@ def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) 
     assert_a_nan_stays_in_its_task(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [("llama", "all-linear"), ("llama", ["q_proj", "lm_head"]), ("gemma2", "all-linear")],

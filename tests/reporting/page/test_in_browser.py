@@ -81,6 +81,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dic
     return laid_out(pages, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["report", "notebook", "plan", "table"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_page_scrolls_sideways_and_nothing_is_cut_off(

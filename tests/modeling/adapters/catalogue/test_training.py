@@ -51,6 +51,7 @@ def test_in_a_run_of_all_types_each_trains_as_plain_peft_trains_it_alone(run: la
 
 
 # What dropout modules draw is tested in test_kinds.py.
+@pytest.mark.slow
 @each_type(one for one in TYPES if CASES[one].is_random or one.name in ("LOHA", "BOFT"))
 def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_type: PeftType, tmp_path: Path) -> None:
     name, case = peft_type.name.lower(), CASES[peft_type]

@@ -166,6 +166,7 @@ def tasks() -> list[Task]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_weights_of_plain_peft_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     run = lab.train(tasks(), tmp_path / "whole", model=qwen3_moe(), gradient_checkpointing=True)
     lab.assert_as_judged(run, {one.name: alone(run.trainer, one, qwen3_moe) for one in tasks()})

@@ -64,6 +64,7 @@ ON_BIASED = {
 }
 
 
+@pytest.mark.slow
 def test_biases_and_sliced_types_share_modules_and_arrive_in_mid_run(tmp_path: Path) -> None:
     ran = together(ON_BIASED, biased_llama, tmp_path, late=["lora_only", "IA3", "MISS"], max_steps=3)
     for name in ON_BIASED:

@@ -40,6 +40,7 @@ OF_TYPE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [tied_llama, tiny_gpt2])
 def test_trainable_tokens_reach_a_head_that_is_tied_to_the_embedding(base: Callable[[], Any], tmp_path: Path) -> None:
     configs = copy.deepcopy(OF_TYPE)

@@ -75,6 +75,7 @@ def test_every_prompt_trains_next_to_lora_as_plain_peft_trains_it_alone(trained:
         assert len({item.sum().item() for item in heads}) == len(heads), "heads are shared"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_its_checkpoint_bit_by_bit(trained: Trained, tmp_path: Path) -> None:
     assert_resumes(lambda: tasks_of(trained.case), tmp_path, trained.case.make, whole=trained.run)
 
