@@ -18,7 +18,7 @@ from peft_mux.planning.replica_facts import LayerProfile, measured_time_model, r
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, PricedDeployment, compose_deployment
-from peft_mux.scheduler.deployment.plan import (
+from peft_mux.scheduler.deployment.deployment_plan import (
     DEFAULT_RESTART_S,
     DEFAULT_STORAGE_GB_PER_S,
     DeploymentPlan,

@@ -27,7 +27,7 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
       replica              <tensor, pipeline> parallel sizes      replicas/time_model.py ParallelConfig
         |                  step time, Eq. 10 to 12                replicas/            ReplicaTimeModel
         v deployment       Eq. 1 and 2, Theorem 1                 deployment/search.py plan_deployment
-      deployment plan                                             deployment/plan.py   DeploymentPlan
+      deployment plan                                             deployment/deployment_plan.py DeploymentPlan
         |                  lengths to buckets, Eq. 4              dispatching/bucketing.py
         v                  balanced dispatch of a step, Eq. 3     dispatching/dispatch.py
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
     from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
     from peft_mux.scheduler.costs.profile import Profile, analytic_profile
-    from peft_mux.scheduler.deployment.plan import DeploymentPlan
+    from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan
     from peft_mux.scheduler.deployment.search import plan_deployment
     from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
     from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
@@ -64,7 +64,7 @@ _NAMES = {
     "costs.loads": "AdapterLoad ModelShape TaskLoad",
     "costs.memory": "MemoryEstimate MemoryModel",
     "costs.profile": "Profile analytic_profile",
-    "deployment.plan": "DeploymentPlan",
+    "deployment.deployment_plan": "DeploymentPlan",
     "deployment.search": "plan_deployment",
     "dispatching.bucketing": "Bucketing bucket_boundaries",
     "dispatching.dispatch": "Dispatch dispatch",

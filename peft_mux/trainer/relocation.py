@@ -13,7 +13,7 @@ from peft_mux.engine.layout import ParallelLayout, layout_of_text
 from peft_mux.engine.parallelize import ModelPart
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
-from peft_mux.scheduler.deployment.plan import DEFAULT_RESTART_S
+from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower

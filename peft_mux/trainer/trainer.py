@@ -60,7 +60,7 @@ from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen import show_view
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
-from peft_mux.scheduler.deployment.plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
+from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock

@@ -34,7 +34,7 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
-from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason

@@ -9,7 +9,7 @@ import pytest
 
 from peft_mux import CheckpointError, ConfigError, Task
 from peft_mux.checkpoint.saver import Saver
-from peft_mux.scheduler.deployment.plan import Redeployment
+from peft_mux.scheduler.deployment.deployment_plan import Redeployment
 from peft_mux.trainer import relocation
 from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, small_task, tiny_llama, train
 from tests.records import run_records

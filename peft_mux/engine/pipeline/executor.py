@@ -40,7 +40,7 @@ from peft_mux.engine.executor import Executor, pass_backward, require_gradients
 from peft_mux.engine.fsdp import ShardedBackbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.pipeline.links import PipelineLinks
-from peft_mux.engine.pipeline.plan import PipelinePlan, forwards_only
+from peft_mux.engine.pipeline.pipeline_plan import PipelinePlan, forwards_only
 from peft_mux.engine.pipeline.stage import StageModel, StagePass
 from peft_mux.engine.pipeline.traffic import FIGURES_DTYPE, StepEnd, StepEnds, Traffic
 from peft_mux.engine.processes import Processes

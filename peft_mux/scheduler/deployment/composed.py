@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from peft_mux.scheduler.deployment.baselines import task_fused
-from peft_mux.scheduler.deployment.plan import Candidate, DeploymentPlan
+from peft_mux.scheduler.deployment.deployment_plan import Candidate, DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import MOST_DEPLOYMENTS, TaskLengths, count_plans, joint_rows, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, Bucketing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peft_mux.scheduler.deployment.baselines import Baseline
 from peft_mux.scheduler.deployment.composed import ComposedDeployment
-from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
+from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
 from peft_mux.scheduler.drawing import new_figure, save_figure
 from peft_mux.scheduler.replicas.time_model import ParallelConfig, layout_text

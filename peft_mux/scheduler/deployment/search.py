@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from peft_mux.scheduler.deployment.bounds import cheapest_bound_s, dual_bound_s, length_based_bound_s
-from peft_mux.scheduler.deployment.plan import Candidate, DeploymentPlan, PlanningStatistics
+from peft_mux.scheduler.deployment.deployment_plan import Candidate, DeploymentPlan, PlanningStatistics
 from peft_mux.scheduler.deployment.solve import BestFirstSearch, SolverOptions, times_by_rules
 from peft_mux.scheduler.deployment.space import (
     benchmark_lengths,

@@ -21,7 +21,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from peft_mux.checkpoint.task_state import join_state, merge_states, split_state
 from peft_mux.engine.pipeline import links
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError

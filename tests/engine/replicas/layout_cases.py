@@ -191,7 +191,7 @@ def move_on_one(rank: int, folder: Path, model: str) -> Part:
 
 def train_and_be_moved(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Part:
     """Train with `redeploy=True`, where the planner finds that whole replicas pay as soon as a task has come."""
-    from peft_mux.scheduler.deployment.plan import Redeployment
+    from peft_mux.scheduler.deployment.deployment_plan import Redeployment
     from peft_mux.trainer import relocation
 
     def decide(planner: Any, runs: Sequence[Any], old: Any, *, restart_s: float) -> Redeployment:

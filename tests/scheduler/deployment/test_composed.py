@@ -16,7 +16,7 @@ from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, DeploymentPricer, RowMix, compose_deployment
-from peft_mux.scheduler.deployment.plan import DeploymentPlan
+from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import TaskLengths, enumerate_plans, joint_sample
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model

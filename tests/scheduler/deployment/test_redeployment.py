@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from peft_mux.scheduler.deployment.plan import DeploymentPlan, Redeployment, decide_redeployment
+from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan, Redeployment, decide_redeployment
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
 

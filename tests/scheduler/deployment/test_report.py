@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
+from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
 from tests.scheduler.dispatching.cases import KILO_TOKENS_PER_GPU_S, TABLE_LENGTHS

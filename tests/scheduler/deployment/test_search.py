@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.bounds import cheapest_bound_s, dual_bound_s, length_based_bound_s
-from peft_mux.scheduler.deployment.plan import DeploymentPlan
+from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
 from peft_mux.scheduler.deployment.solve import SolverOptions, solve_plan
 from peft_mux.scheduler.deployment.space import (
