@@ -391,10 +391,7 @@ class CapturedPass:
         return (*tasks, RowSegment(NO_ADAPTER, batch.num_tokens, self._inputs.shape.num_tokens, 0, 0))
 
     def _compute(self) -> None:
-        """Run the pass that is captured: forward, losses, backward."""
-        # Within the graph, as every replay must see the weights as they are then.
-        for slab in self._slabs:
-            slab.refresh_copies()
+        """Run the pass that is captured: forward, losses, backward, with the copies of weights as the step has them."""
         with self._precision():
             terms_M = self._model.target_losses(self._inputs.batch, self._passes, self._attention)
             # Losses of other tasks are left out, not multiplied by 0, which would pass on a NaN.

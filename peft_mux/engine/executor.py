@@ -152,22 +152,23 @@ class Executor:
         sums = StepSums(self.model, work.tasks, self.device)
         self.shortage = ""
         try:
-            for index, group in enumerate(groups):
-                # How long this process has waited, if it waits for each sum of a group at once.
-                waits_at_once = self.interleaving is not None and len(group) == 1
-                waited_s = (lambda: self.sync.processes.waited_s) if waits_at_once else None
-                with self.clock.timing([micro_batch for chain in group for micro_batch in chain], waited_s):
-                    if self.interleaving is not None:
-                        outputs = self.interleaving.run(
-                            group, lambda number, group=group: self.run_chain(group[number])
-                        )
-                    else:
-                        outputs = [self.run_chain(group[0], longest[index] if longest else 0)]
-                for chain, passes in zip(group, outputs, strict=True):
-                    for micro_batch, output in zip(chain, passes, strict=True):
-                        sums.add(output)
-                        # At once, so that the sum of a complete task hides behind the passes that are left.
-                        self.sync.after_backward(micro_batch)
+            with self.model.unchanging_weights(work.tasks):
+                for index, group in enumerate(groups):
+                    # How long this process has waited, if it waits for each sum of a group at once.
+                    waits_at_once = self.interleaving is not None and len(group) == 1
+                    waited_s = (lambda: self.sync.processes.waited_s) if waits_at_once else None
+                    with self.clock.timing([micro_batch for chain in group for micro_batch in chain], waited_s):
+                        if self.interleaving is not None:
+                            outputs = self.interleaving.run(
+                                group, lambda number, group=group: self.run_chain(group[number])
+                            )
+                        else:
+                            outputs = [self.run_chain(group[0], longest[index] if longest else 0)]
+                    for chain, passes in zip(group, outputs, strict=True):
+                        for micro_batch, output in zip(chain, passes, strict=True):
+                            sums.add(output)
+                            # At once, so that the sum of a complete task hides behind the passes that are left.
+                            self.sync.after_backward(micro_batch)
         except (RuntimeError, MemoryError) as error:
             if not self.finishes_steps or not is_out_of_memory(error):
                 raise

@@ -1,8 +1,8 @@
 """One AdamW step for the pages of all tasks together, with the bits of each task's own `torch.optim.AdamW`.
 
-On CUDA the step is one sequence of torch's multi-tensor operations for all tasks; settings that differ between tasks
-are passed as one number per tensor. On a CPU each task's own optimizer steps, because torch's fused step is limited by
-memory bandwidth and a joint step was measured to be no faster.
+On CUDA the step is one launch for all tasks (`adamw_device.py`), which reads and writes each number once; where Triton
+kernels cannot run, it is one sequence of torch's multi-tensor operations. On a CPU each task's own optimizer steps,
+because torch's fused step is limited by memory bandwidth and a joint step was measured to be no faster.
 
 Shape letters: N tasks.
 """
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from peft_mux.kernels.availability import runs_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of pages that can step jointly."""
@@ -57,7 +59,40 @@ JointUpdate = Callable[[Sequence[PageUpdate], torch.Tensor], list[list[float]]]
 
 def joint_update(device: torch.device) -> JointUpdate | None:
     """Return the function that steps all tasks on a device together; `None` if each task steps by itself."""
-    return foreach_update if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return kernel_update if runs_kernels(device) else foreach_update
+
+
+def kernel_update(pages: Sequence[PageUpdate], verdicts_2N: torch.Tensor) -> list[list[float]]:
+    """Do the same as `foreach_update` in one launch per dtype, before it waits for the verdicts.
+
+    Rounding may differ from torch's in the last bit of each operation.
+    """
+    # Imported here, because it needs Triton.
+    from peft_mux.kernels.adamw_device import BLOCK, launch
+
+    for dtype in dict.fromkeys(page.values.dtype for page in pages):
+        group = [page for page in pages if page.values.dtype == dtype]
+        table, num_blocks = np.zeros((len(group), 12), dtype=np.int64), 0
+        for row, settings, page in zip(table, table.view(np.float32)[:, 16:], group, strict=True):
+            addresses = (tensor.data_ptr() for tensor in page[:5])
+            row[:8] = (num_blocks, page.values.numel(), page.task, *addresses)
+            beta1, beta2 = page.betas
+            # Differences from 1 are taken here in float64: in fp32, 1 - 0.999 would keep only four digits.
+            settings[:] = (
+                1 - page.rate * page.weight_decay,
+                1 - beta1,
+                beta2,
+                1 - beta2,
+                page.eps,
+                page.rate / (1 - beta1**page.step),
+                (1 - beta2**page.step) ** 0.5,
+                page.max_grad_norm,
+            )
+            num_blocks += -(-page.values.numel() // BLOCK)
+        launch(table, verdicts_2N, dtype, num_blocks)
+    return verdicts_2N.tolist()
 
 
 @torch.no_grad()

@@ -236,6 +236,7 @@ class MultiTaskPeftModel(PeftModel):
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
         self.registry, self.stream = TaskRegistry(is_head_new=is_head_new), Stream()
         self.noise, self.router_loss = EmbeddingNoise(self.stream), RouterLoss(self.stream)
+        self._unchanging: frozenset[str] = frozenset()
         self.module_names: dict[nn.Module, str] = {}
         self._origin = Origin(model)
         self.shared = SharedModel(self)
@@ -603,7 +604,23 @@ class MultiTaskPeftModel(PeftModel):
             # Before the forward pass: tables of the kernels hold the addresses to which the backward pass will add.
             if torch.is_grad_enabled():
                 slab.bind_gradients()
-            slab.refresh_copies()
+            if name not in self._unchanging:
+                slab.refresh_copies()
+
+    @contextmanager
+    def unchanging_weights(self, tasks: Iterable[str]) -> Iterator[None]:
+        """Update the copies of weights that kernels read once for all passes of the `with` block.
+
+        Args:
+            tasks: tasks whose weights nothing changes in the block.
+        """
+        self._unchanging = frozenset(tasks)
+        try:
+            for name in self._unchanging:
+                self.registry.slab_of(name).refresh_copies()
+            yield
+        finally:
+            self._unchanging = frozenset()
 
     @contextmanager
     def multiplexing(

@@ -221,7 +221,7 @@ class TaskSlab:
             return None
         values, entry = page.values.detach(), page.entries[id(parameter)]
         if dtype != values.dtype:
-            # Cast once and refreshed before each pass, instead of once in every layer.
+            # Cast once and refreshed before each step, instead of once in every layer.
             if dtype not in page.copies:
                 page.copies[dtype] = values.to(dtype)
             values = page.copies[dtype]
@@ -252,7 +252,7 @@ class TaskSlab:
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
-        """Bring the copies in other dtypes up to date with the weights; once before every pass."""
+        """Bring the copies in other dtypes up to date with the weights; once before every step."""
         for page in self.pages:
             for copy in page.copies.values():
                 copy.copy_(page.values)

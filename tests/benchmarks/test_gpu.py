@@ -276,6 +276,9 @@ LEAST_RATIO = {
 EARLIER_HOST_S = {"floor": 1.4e-3, "mux": 5.5e-3}
 """Of the version that ran: measured for `mux`, and for `floor` in proportion (`benchmarks.training.host_passes`)."""
 
+EARLIER_OPTIMIZER_BYTES = 110
+"""Of the version that ran, which updated in torch's multi-tensor operations."""
+
 
 def predicted_step_s(
     backbone: roofline.Backbone, tasks: list[tuple[list[int], int]], num_passes: int, execution: Execution
@@ -319,7 +322,8 @@ def test_predicted_steps_are_within_15_percent_of_those_that_an_h100_measured(
             ([len(item["input_ids"]) for item in task.batches[0]], task.rank * has_adapters) for task in workload.tasks
         ]
         measured_s = sum(sum(lengths) for lengths, _ in tasks) / measured["tokens_per_s"]
-    execution = replace(EAGER, layer_host_s=EARLIER_HOST_S["mux" if has_adapters else "floor"])
+    host_s = EARLIER_HOST_S["mux" if has_adapters else "floor"]
+    execution = replace(EAGER, layer_host_s=host_s, optimizer_bytes=EARLIER_OPTIMIZER_BYTES)
     ratio = predicted_step_s(backbone, tasks, num_passes, execution) / measured_s
     assert LEAST_RATIO.get((part, row), 0.85) <= ratio <= 1.15
 
@@ -334,7 +338,7 @@ def test_a_step_takes_as_long_as_the_device_or_the_host_whichever_is_slower() ->
     assert times(many) == times(many, layer_host_s=0.0)
     of_software = [predicted_step_s(roofline.LLAMA_8B, many, 1, how) for how in (IDEAL, FUSED, EAGER)]
     assert of_software == sorted(of_software)
-    rows = {3: 11_000, 6: 14_200, 22: 15_400}  # tokens a second by rows of 46 tokens of each task (docs/gpu.md)
+    rows = {3: 11_900, 6: 14_900, 22: 15_600}  # tokens a second by rows of 46 tokens of each task (docs/gpu.md)
     for num_rows, tokens_per_s in rows.items():
         step_s = predicted_step_s(roofline.LLAMA_8B, [([46] * num_rows, 16)] * 8, 1, FUSED)
         assert 8 * 46 * num_rows / step_s == pytest.approx(tokens_per_s, rel=0.01)

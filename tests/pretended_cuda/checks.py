@@ -24,6 +24,7 @@ def assert_trains_without_waiting(seen: dict[str, Any], slower_attention: str | 
     """
     assert set(seen["steps"].values()) == {2}, seen["steps"]
     assert seen["num_passes"] > 1
+    assert seen["refreshed"] == sum(seen["steps"].values()), "once a step, not once a pass"
     assert seen["pass_waits"] == {}
     assert [sum(waits.values()) for waits in seen["step_waits"]] == [1, 1], seen["step_waits"]
     assert seen["blocking_copies"] == {}

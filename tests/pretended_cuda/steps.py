@@ -30,6 +30,7 @@ from peft_mux.kernels.lora import tables as tunings
 from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.task import TaskStatus
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.device import PretendedCuda
@@ -84,7 +85,8 @@ def train(**fields: Any) -> dict[str, Any]:
         `unsafe`, what was done under capture that no graph can repeat; `num_captures`; `attention`, calls of torch's
         attention operators; `launches` of each kernel in passes and updates; `signatures`, the variants that would have
         been compiled; `said`, the warnings; `rows_left_out`, rows for which products with frozen weights were not made
-        in backward passes; `stream_waits`, how often the host waited for a side stream.
+        in backward passes; `stream_waits`, how often the host waited for a side stream; `refreshed`, how often
+        copies of a task's weights were updated.
     """
     case = Case(**fields)
     forget_the_last_card()
@@ -95,7 +97,8 @@ def train(**fields: Any) -> dict[str, Any]:
         batches = [_batches(case, step) for step in range(NUM_STEPS)]
         stream = mock.Mock(stream_id=int(case.on_side_stream))
         current_stream = mock.patch.object(torch.accelerator, "current_stream", return_value=stream)
-        with device.present(), _counting(rows_left_out), current_stream:
+        refreshing = mock.patch.object(TaskSlab, "refresh_copies", autospec=True, side_effect=TaskSlab.refresh_copies)
+        with device.present(), _counting(rows_left_out), current_stream, refreshing as refreshed:
             seen = _train(case, _model(case), device, batches)
     return seen | {
         "attention": dict(device.attention),
@@ -106,6 +109,7 @@ def train(**fields: Any) -> dict[str, Any]:
         "said": list(dict.fromkeys(str(warning.message) for warning in said)),
         "rows_left_out": sum(rows_left_out),
         "stream_waits": stream.synchronize.call_count,
+        "refreshed": refreshed.call_count,
     }
 
 

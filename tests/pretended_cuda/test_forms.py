@@ -63,6 +63,12 @@ def test_no_pass_waits_a_step_reads_once_and_attention_is_one_call(found: Found,
 
 
 @pytest.mark.slow
+def test_all_tasks_step_in_one_launch_of_adamw_and_only_with_adamw(found: Found) -> None:
+    assert seen_of(found, "plain")["launches"]["adamw_kernel"] == 2
+    assert "adamw_kernel" not in seen_of(found, "SGD")["launches"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["captured under autocast", "upper layers, captured"])
 def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) -> None:
     seen = seen_of(found, name)
@@ -122,4 +128,4 @@ def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: s
     assert {"shrink_kernel", "expand_kernel", "wgrad_kernel"} < set(kinds)
     assert all(len(kind) == 1 for kind in kinds.values()), kinds
     if form == "plain":
-        assert len(seen_of(found, form)["signatures"]) == 29, "three widths, and every kind of adapter"
+        assert len(seen_of(found, form)["signatures"]) == 30, "three widths, every kind of adapter, and AdamW"

@@ -239,8 +239,11 @@ class MemoryModel:
         # Kernels read copies in the dtype of the activations, unless that is the dtype of the weights.
         copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
         activations = in_flight * self.activation_bytes(tokens, stage)
-        # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
+        # When tasks are updated, activations are gone and buffers as large as the weights of one task, or on a GPU
+        # without Triton as those of all, are there.
         update = _UPDATE_BYTES_PER_PARAMETER * largest
+        if self.device_type == "cuda":
+            update = max(update, _ADAPTER_ITEM_BYTES * kept)
         workspace = max(self.workspace_bytes(tokens, stage, loads), math.ceil(update) - activations)
         return MemoryEstimate(
             backbone_bytes=math.ceil(backbone),

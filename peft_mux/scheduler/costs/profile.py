@@ -429,7 +429,7 @@ class Execution:
     adapter_launches: int = 0
     adapter_moves: float = 3.0
     adapter_streaming_part: float = 0.6
-    optimizer_bytes: float = 110.0
+    optimizer_bytes: float = 46.0
     attention_tile_s: float = 0.31e-6 / 128
     layer_host_s: float = 2.7e-3
 
@@ -453,7 +453,7 @@ EAGER = Execution(elementwise_reads=59)
 | adapter_launches | 0 | by design: one launch serves all tasks, and `layer_host_s` includes it |
 | adapter_moves | 3 | computed: x, dy and dx or y are read by shrink, expand and the sum of weight gradients |
 | adapter_streaming_part | 0.6 | measured: `kernels` of `benchmarks/results/gpu-h100-rest.json`, 0.3 to 0.7 of a copy |
-| optimizer_bytes | 110 | computed: passes of torch's foreach AdamW, norm and copies |
+| optimizer_bytes | 46 | by design: norm 4, one pass of AdamW 36, bf16 copy 6 (torch's multi-tensor AdamW: 110) |
 | attention_tile_s | 0.31 us / 128 | inferred: the rest of `floor` in `benchmarks/results/gpu-h100.json` |
 | layer_host_s | 2.7 ms | measured: 5.5 ms there, times 0.49 by `benchmarks.training.host_passes` since then |
 """

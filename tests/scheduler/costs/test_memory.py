@@ -27,6 +27,12 @@ def test_an_fp32_adapter_costs_twenty_bytes_a_parameter_and_its_bf16_copy_two_mo
         assert model.static_bytes([a_task(1000)]) - model.static_bytes([]) == 1000 * expected
 
 
+def test_updates_need_buffers_of_the_largest_task_or_on_a_gpu_of_all_tasks() -> None:
+    tasks = [a_task(10**8, name) for name in "abc"]
+    of_updates = [MemoryModel(SHAPE, device_type=kind, allocator_margin=0.0) for kind in ("cpu", "cuda")]
+    assert [model.estimate(tasks, 1).workspace_bytes // 10**7 for model in of_updates] == [79, 119]
+
+
 def test_activations_are_those_counted_times_tokens_micro_batches_and_the_share_of_layers() -> None:
     model = MemoryModel(SHAPE, num_stages=2, layers_per_stage=(6, 2), activation_bytes_per_token=1000.0)
     assert model.activation_bytes(50, 0) == 37_500
