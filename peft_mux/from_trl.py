@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback, IntervalStrategy, TrainingArgume
 
 from peft_mux.arguments import SETTABLE_FIELDS, by_name, is_default, reason_against
 from peft_mux.errors import Fault, raise_faults, shown
-from peft_mux.modeling.adapters.checks import peft_config_faults
+from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
 
 _OBJECTIVES = {
@@ -288,7 +288,7 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
         return [*faults, Fault("trainer.model", got, allowed, fix)]
     adapter: Any = adapters[names[0]]
     if "peft_config" not in given:
-        faults += peft_config_faults(adapter, "trainer.model")
+        faults += config_faults(adapter, "trainer.model")
     if type(trainer).__name__.startswith(("GRPO", "RLOO")):
         fix = 'Give rollouts with advantages to Task(objective="policy"): docs/losses.md.'
         faults.append(Fault("trainer", type(trainer).__name__, "a trainer whose rows are given", fix))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from peft import PeftType
 
-from peft_mux.modeling.adapters.catalogue import ENTRIES, WEIGHTS_ARE_READ, Category, TypeEntry
-from peft_mux.modeling.adapters.kind import entry_of
+from peft_mux.modeling.adapters.kind import ENTRIES, WEIGHTS_ARE_READ, Category, TypeEntry, entry_of
 
 COMMAND = "python -m tools.peft_types"
 

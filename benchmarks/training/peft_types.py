@@ -27,8 +27,7 @@ from benchmarks.harness import in_turns
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training.audit import measured_peak
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.modeling.adapters.catalogue import Category
-from peft_mux.modeling.adapters.kind import entry_of
+from peft_mux.modeling.adapters.kind import Category, entry_of
 
 NUM_TASKS, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 4096
 LOSS_TOLERANCE = 1e-4

@@ -21,7 +21,7 @@ from peft_mux.engine.tasks.optimizer import page_kind_of
 from peft_mux.engine.tasks.setup import adapters_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
-from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
+from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, TOKEN_CLASSIFICATION, HeadKind
 from peft_mux.modeling.backbone.quantized import (
     prepare_quantized,
@@ -140,10 +140,8 @@ class BackboneSource:
         """
         faults: list[Fault] = []
         for task in tasks:
-            own = peft_config_faults(task.peft_config, f"tasks.{task.name}")
-            if not own and against is not None:
-                own = target_faults(task.peft_config, against.backbone, f"tasks.{task.name}")  # type: ignore[arg-type]
-            faults += own
+            backbone = None if against is None else against.backbone
+            faults += config_faults(task.peft_config, f"tasks.{task.name}", backbone)
             # The run smooths labels, but the task's loss has none to smooth; a share of the task's own was checked.
             share = self.args.label_smoothing_factor if task.task.label_smoothing_factor is None else 0.0
             fix = f"Set label_smoothing_factor=0 on the task {task.name}."

@@ -23,10 +23,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
+from peft_mux.engine.divided_adapters import divided_model_faults
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
-from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.config import convert
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind

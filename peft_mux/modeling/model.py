@@ -28,13 +28,9 @@ from torch.distributed.fsdp import FSDPModule
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.adapters import files
+from peft_mux.modeling.adapters.checks import check_configs
 from peft_mux.modeling.adapters.copies import only_adapter
-from peft_mux.modeling.adapters.injection import (
-    Origin,
-    check_configs,
-    injecting,
-    own_copy,
-)
+from peft_mux.modeling.adapters.injection import Origin, injecting, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own import only_rows_of, select_biases
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of

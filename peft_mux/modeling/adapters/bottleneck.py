@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.group import KernelCall, more_arguments, rows_of
-from peft_mux.modeling.adapters.catalogue import ENTRIES
-from peft_mux.modeling.adapters.kind import CutLayers, MultiplexedForward, Shapes, register_kind
+from peft_mux.modeling.adapters.kind import Category, CutLayers, MultiplexedForward, Shapes, TypeEntry, register_kind
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, LoraGroups, LoraPass
 from peft_mux.modeling.adapters.registration import (
     OwnMethodConfig,
@@ -361,5 +360,5 @@ class BottleneckKind(OwnMethodKind):
         return [AdapterLoad(size, 2 * width) for size, width in downs]
 
 
-NAME = register_kind(BottleneckKind(ENTRIES["BOTTLENECK"], "Adapter Tuning")).name
+NAME = register_kind(BottleneckKind(TypeEntry("BOTTLENECK", Category.FUSED), "Adapter Tuning")).name
 """The key under which streams hold the passes of bottlenecks."""

@@ -6,84 +6,7 @@ entry is refused. What the types train is described in `docs/peft_types.md`, whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from importlib.util import find_spec
-
-from peft import PeftType
-
-
-class Category(Enum):
-    """How a PEFT type runs when tasks of it share a pass."""
-
-    FUSED = "fused"
-    SLICED = "sliced"
-    WEIGHT_SPACE = "weight-space"
-    PROMPT = "prompt/KV"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True)
-class TypeEntry:
-    """The facts about one PEFT type.
-
-    Attributes:
-        name: name of the member of `PeftType`.
-        category: how it runs.
-        reasons: why some fields of its configuration must keep their defaults, by field.
-        spans_layers: why a process that holds only some of the layers cannot train it; empty if each layer is
-            independent of the others.
-        reads_weights: its initial state is computed from frozen weights, and a part of a model lacks some of these.
-        needs_weights: it cannot even be described before the frozen weights are loaded.
-        draws: it draws random numbers for whole weights in training; they are seeded by the task's step.
-        draws_noise: it draws something for each row even without dropout.
-        shares_base: its layers pass their own inputs on to the frozen layer, which then runs once for all tasks.
-        needs: a package that PEFT imports for it.
-        refusal: why tasks of this type are refused; empty for types that are trained.
-        nearest: the types closest to a refused one, the closest first.
-    """
-
-    name: str
-    category: Category = Category.SLICED
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    spans_layers: str = ""
-    reads_weights: bool = False
-    needs_weights: bool = False
-    draws: bool = False
-    draws_noise: bool = False
-    shares_base: bool = False
-    needs: str = ""
-    refusal: str = ""
-    nearest: tuple[str, ...] = ()
-
-    @property
-    def peft_type(self) -> PeftType | None:
-        """The member of PEFT's enumeration; `None` if the installed PEFT has no such type."""
-        return PeftType.__members__.get(self.name)
-
-    @property
-    def is_importable(self) -> bool:
-        """Whether the package that PEFT needs for it is installed."""
-        return not self.needs or find_spec(self.needs) is not None
-
-
-WEIGHTS_ARE_READ = "its initial state is computed from frozen weights"
-"""Why a part of a model cannot hold a type that reads weights."""
-
-_FUSED = (
-    TypeEntry("LORA", Category.FUSED),
-    TypeEntry("BOTTLENECK", Category.FUSED),
-    TypeEntry(
-        "DIFF_PRUNING",
-        Category.FUSED,
-        {
-            "kept": "the adapter was pruned, which is for serving: load it with PeftModel.from_pretrained, or train the"
-            " one that it was pruned from"
-        },
-        spans_layers="the penalties of other stages do not reach the loss on the last stage",
-    ),
-)
+from peft_mux.modeling.adapters.kind import ENTRIES, Category, TypeEntry
 
 _OF_ASA = (
     *("asa_target_subspaces", "asa_importance_beta", "asa_uncertainty_beta", "asa_schedule_exponent"),
@@ -229,7 +152,5 @@ _REFUSED = tuple(
     )
 )
 
-ENTRIES: dict[str, TypeEntry] = {
-    entry.name: entry for entry in (*_FUSED, *_ADDING, *_SHARING, *_WEIGHT_SPACE, *_PROMPTS, *_REFUSED)
-}
-"""All entries by name, also of types that the installed PEFT lacks."""
+# Also of types that the installed PEFT lacks.
+ENTRIES.update({entry.name: entry for entry in (*_ADDING, *_SHARING, *_WEIGHT_SPACE, *_PROMPTS, *_REFUSED)})

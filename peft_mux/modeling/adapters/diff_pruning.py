@@ -32,8 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.catalogue import ENTRIES
-from peft_mux.modeling.adapters.kind import MultiplexedForward, register_kind
+from peft_mux.modeling.adapters.kind import Category, MultiplexedForward, TypeEntry, register_kind
 from peft_mux.modeling.adapters.registration import (
     OwnMethodConfig,
     OwnMethodKind,
@@ -496,4 +495,13 @@ class DiffPruningKind(OwnMethodKind):
         return config.l0_weight * torch.stack(counts).sum()
 
 
-register_kind(DiffPruningKind(ENTRIES["DIFF_PRUNING"], "Diff Pruning"))
+_ENTRY = TypeEntry(
+    "DIFF_PRUNING",
+    Category.FUSED,
+    {
+        "kept": "the adapter was pruned, which is for serving: load it with PeftModel.from_pretrained, or train the one"
+        " that it was pruned from"
+    },
+    spans_layers="the penalties of other stages do not reach the loss on the last stage",
+)
+register_kind(DiffPruningKind(_ENTRY, "Diff Pruning"))

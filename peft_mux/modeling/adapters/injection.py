@@ -1,4 +1,4 @@
-"""PEFT's injection of adapters: checks before it, what surrounds it, and the multiplexed forwards after it (M §3.2)."""
+"""PEFT's injection of adapters: what surrounds it, and the multiplexed forwards after it (M §3.2)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
-from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.adapters.copies import Draws, can_be_copied, seeded
 from peft_mux.modeling.adapters.kind import KINDS, MultiplexedForward, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.lora.row_steps import backbone_kept
@@ -26,13 +25,11 @@ from peft_mux.modeling.adapters.own import (
     MultiplexedCopies,
     MultiplexedTokenRows,
     biases_unsaid,
-    claim_faults,
     forget_biases,
     own_biases,
 )
 from peft_mux.modeling.backbone.modules import (
     CLASSIFICATION,
-    classifier_class,
     drop_head_place,
     head_kind_for,
     head_kind_of,
@@ -41,47 +38,6 @@ from peft_mux.modeling.backbone.modules import (
 )
 from peft_mux.modeling.sharding import PassThrough
 from peft_mux.modeling.stream import Stream
-from peft_mux.storage import check_task_names, name_fault
-
-# ----------------------------------------------------------------------- checks
-
-
-def check_configs(
-    peft_configs: Mapping[str, PeftConfig], backbone: Any, held: Mapping[str, PeftConfig] | None = None
-) -> None:
-    """Check the adapters of new tasks: names, fields, and targets against the backbone.
-
-    Args:
-        peft_configs: the `PeftConfig` of each new task, by the task's name.
-        backbone: the transformers model that they shall adapt.
-        held: configurations of the tasks that are there already, by name; none by default.
-
-    Raises:
-        ConfigError: naming every fault of every task.
-    """
-    faults: list[Fault] = []
-    sound: list[Any] = []  # what has fitted the backbone is not checked again, as that goes through all modules
-    for name, config in peft_configs.items():
-        fault = name_fault(name, f"tasks.{name}.name")
-        faults += [fault] if fault else []
-        own = peft_config_faults(config, f"tasks.{name}")
-        if not own and (fields := (type(config), vars(config))) not in sound:
-            own = target_faults(config, backbone, f"tasks.{name}")
-            kind, wanted = head_kind_of(backbone), head_kind_for(config.task_type)
-            may_classify = kind_of(config).has_targets and classifier_class(backbone) is not None
-            if kind != wanted and not (wanted == CLASSIFICATION and may_classify):
-                got = str(getattr(config.task_type, "value", config.task_type))
-                allowed = " or ".join(str(task_type) for task_type in kind.task_types)
-                allowed = f"{allowed}, because the backbone is a {type(backbone).__name__}"
-                own.append(Fault(f"tasks.{name}.peft_config.task_type", got, allowed, wanted.advice))
-            sound += [] if own else [fields]
-        faults += own
-    held = held or {}
-    raise_faults(faults or claim_faults(peft_configs, held, backbone))
-    check_task_names(peft_configs, tuple(held))
-
-
-# -------------------------------------------------------------------- injection
 
 
 def own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from peft_mux.errors import Fault, UnsupportedModelError
-from peft_mux.modeling.adapters.catalogue import ENTRIES, WEIGHTS_ARE_READ, Category, TypeEntry
-from peft_mux.modeling.adapters.fields import field_faults, value_faults
-from peft_mux.modeling.backbone.modules import SUPPORTED_TASK_TYPES, adaptable_modules, head_kind_for, is_meta
+from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
 from peft_mux.modeling.slabs import SlabLayout, TaskSlab, plain_slot
 from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -122,6 +121,66 @@ class MultiplexedForward:
             )
 
 
+class Category(Enum):
+    """How a PEFT type runs when tasks of it share a pass."""
+
+    FUSED = "fused"
+    SLICED = "sliced"
+    WEIGHT_SPACE = "weight-space"
+    PROMPT = "prompt/KV"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class TypeEntry:
+    """The facts about one PEFT type.
+
+    Attributes:
+        name: name of the member of `PeftType`.
+        category: how it runs.
+        reasons: why some fields of its configuration must keep their defaults, by field.
+        supported: the only fields that may be set; by default, all without a reason against them.
+        spans_layers: why a process that holds only some of the layers cannot train it; empty if each layer is
+            independent of the others.
+        reads_weights: its initial state is computed from frozen weights, and a part of a model lacks some of these.
+        needs_weights: it cannot even be described before the frozen weights are loaded.
+        draws: it draws random numbers for whole weights in training; they are seeded by the task's step.
+        draws_noise: it draws something for each row even without dropout.
+        shares_base: its layers pass their own inputs on to the frozen layer, which then runs once for all tasks.
+        needs: a package that PEFT imports for it.
+        refusal: why tasks of this type are refused; empty for types that are trained.
+        nearest: the types closest to a refused one, the closest first.
+    """
+
+    name: str
+    category: Category = Category.SLICED
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    supported: Collection[str] | None = None
+    spans_layers: str = ""
+    reads_weights: bool = False
+    needs_weights: bool = False
+    draws: bool = False
+    draws_noise: bool = False
+    shares_base: bool = False
+    needs: str = ""
+    refusal: str = ""
+    nearest: tuple[str, ...] = ()
+
+    @property
+    def peft_type(self) -> PeftType | None:
+        """The member of PEFT's enumeration; `None` if the installed PEFT has no such type."""
+        return PeftType.__members__.get(self.name)
+
+    @property
+    def is_importable(self) -> bool:
+        """Whether the package that PEFT needs for it is installed."""
+        return not self.needs or find_spec(self.needs) is not None
+
+
+WEIGHTS_ARE_READ = "its initial state is computed from frozen weights"
+"""Why a part of a model cannot hold a type that reads weights."""
+
+
 SlabOf = Callable[[str], TaskSlab | None]
 """Returns the slab of an adapter, by its internal id; `None` if it has none."""
 
@@ -136,7 +195,7 @@ class AdapterKind:
     """One PEFT type: how its configurations are checked and its layers attached, laid out, counted and cut.
 
     Args:
-        entry: the catalogue's facts about the type.
+        entry: the facts about the type.
         title: name of the type in messages; PEFT's by default.
 
     Attributes:
@@ -178,43 +237,14 @@ class AdapterKind:
 
     # ------------------------------------------------------- configurations
 
-    def faults(self, config: Any, where: str) -> list[Fault]:
-        """Return what is wrong with the fields of a configuration, whatever the backbone.
+    def setting_faults(self, config: Any, where: str) -> list[Fault]:
+        """Return what is wrong with the values of single fields, in addition to `entry` and what PEFT declares.
 
         Args:
             config: the adapter configuration of one task, whose fields may have been set to anything.
             where: prefix of the fields, such as `tasks.sql.peft_config`.
         """
-        faults = self.setting_faults(config, where)
-        refused = {fault.where for fault in faults}
-        faults += [fault for fault in value_faults(config, where) if fault.where not in refused]
-        got = config.task_type
-        if got is not None and not (isinstance(got, str) and got in SUPPORTED_TASK_TYPES):
-            names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
-            faults.append(Fault(f"{where}.task_type", str(got), f"one of {names} or None"))
-        elif head_kind_for(got).trained_modules and not hasattr(type(config), "modules_to_save"):
-            fix = "Its configuration has no modules_to_save, so the head would not be saved."
-            faults.append(Fault(f"{where}.task_type", str(got), "CAUSAL_LM or None", fix))
-        if not faults:
-            # PEFT checks a configuration only when it is made, and this one may have been changed since.
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    replace(config)
-            except (TypeError, ValueError, LookupError, ImportError) as error:
-                faults.append(
-                    Fault(where, type(config).__name__, "a configuration that PEFT accepts", f"PEFT: {error}")
-                )
-        return faults
-
-    def setting_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault for every field that is set and has no meaning here."""
-        reasons = {
-            "bias": "it trains the backbone's own biases, which all tasks share",
-            "modules_to_save": "it trains a copy of a backbone module",
-            **self.entry.reasons,
-        }
-        return field_faults(config, where, reasons)
+        return []
 
     def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
         """Return why a backbone, possibly without weights, cannot have an adapter, whatever its targets."""
@@ -253,9 +283,9 @@ class AdapterKind:
         """Let a copy of a configuration adapt exactly the modules of these full names."""
         assert self.has_targets, "a prompt sits on no layer"
         config.target_modules = list(modules)
-        for field in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"):
-            if hasattr(config, field):
-                setattr(config, field, None)
+        for name in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"):
+            if hasattr(config, name):
+                setattr(config, name, None)
 
     # --------------------------------------------------------------- passes
 
@@ -335,6 +365,9 @@ class AdapterKind:
 
 KINDS: dict[PeftType, AdapterKind] = {}
 """Every PEFT type that can be trained; the first ones lie closest to the frozen layer if types share one."""
+
+ENTRIES: dict[str, TypeEntry] = {}
+"""The facts about types without a kind of their own, by name: the catalogue adds them, refused ones included."""
 
 
 def register_kind(kind: AdapterKind) -> AdapterKind:

@@ -17,21 +17,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftConfig
-from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import Fault, closest, shown
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.backbone.modules import (
     HEAD_NAMES,
-    head_kind_for,
     is_inside_wrapper,
-    module_names,
     modules_around_adapters,
     put_module,
 )
@@ -100,24 +95,6 @@ def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) 
         if how == "all" or is_adapted or adapter is None:
             found[f"{plain}.base_layer" if is_adapted else plain] = module
     return found
-
-
-def bias_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
-    """Return a fault for a bias that is not simply added to the output of its module."""
-    how = getattr(config, "bias", "none")
-    if how == "none":
-        return []
-    wanted = wanted_biases(config, backbone)
-    if how != "all" and not isinstance(config.target_modules, str | None):
-        wanted = {name: item for name, item in wanted.items() if check_target_module_exists(config, name)}
-    if not wanted:
-        return [Fault(f"{where}.bias", repr(how), "'none', because no such module of the backbone has a bias")]
-    for name, module in wanted.items():
-        if type(module) not in (nn.Linear, Conv1D, nn.LayerNorm):
-            got = f"{how!r}, which includes {name}, a {type(module).__name__}"
-            allowed = "used with linear layers and LayerNorm, not quantised"
-            return [Fault(f"{where}.bias", got, allowed, "Leave the biases out.")]
-    return []
 
 
 def add_biases(config: Any, backbone: nn.Module, adapter: str) -> dict[nn.Parameter, str]:
@@ -291,133 +268,3 @@ def only_rows_of(backbone: nn.Module, adapter: str) -> Iterator[None]:
     finally:
         for name, wrapper in others.items():
             put_module(backbone, name, wrapper)
-
-
-# ----------------------------------------------------------------------- checks
-
-
-def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
-    """Return what is wrong with `modules_to_save` and `trainable_token_indices`, given the backbone.
-
-    Args:
-        config: the adapter configuration of one task.
-        backbone: the transformers model that is to be adapted; adapters of other tasks may be in it.
-        where: prefix of the fields, such as `tasks.sql.peft_config`.
-    """
-    modules = {name: module for name, module in backbone.named_modules() if name and not is_inside_wrapper(name)}
-    head, heads = backbone.get_output_embeddings(), head_kind_for(config.task_type).trained_modules
-    saved = getattr(config, "modules_to_save", None) or ()
-    faults = []
-    for wanted in [name for name in saved if name not in heads]:
-        # PEFT, too, looks at how names end.
-        found = {name: module for name, module in modules.items() if name.endswith(wanted)}
-        field, allowed = f"{where}.modules_to_save", "embeddings, norms or the output head, by the ends of their names"
-        if not found:
-            ends = [name for name, module in modules.items() if module in (backbone.get_input_embeddings(), head)]
-            vectors = [name for name, item in backbone.named_parameters() if item.dim() == 1]
-            norms = sorted({name.split(".")[-2] for name in vectors if name.endswith(".weight")})
-            fix = f"{closest(wanted, norms)} This backbone has {' and '.join(ends)}."
-            faults.append(Fault(field, repr(wanted), allowed, fix.strip()))
-        for name, module in found.items():
-            if isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
-                continue  # other tasks train it, too, which `claim_faults` looks at
-            if any(True for _ in module.children()):
-                fix = (
-                    f"{name} contains other modules, which other tasks adapt; name those that are to be trained whole."
-                )
-            elif isinstance(module, nn.Linear) and module is not head:
-                fix = f"{name} is a linear layer, which other tasks adapt; adapt it with a high rank."
-            else:
-                continue
-            faults.append(Fault(field, f"{wanted!r} ({type(module).__name__})", allowed, fix))
-            break
-    given = getattr(config, "trainable_token_indices", None)
-    if given is None:
-        return faults
-    where, embedding = f"{where}.trainable_token_indices", backbone.get_input_embeddings()
-    by_layer = given if isinstance(given, dict) else {next(n for n, m in modules.items() if m is embedding): given}
-    if not by_layer:
-        faults.append(Fault(where, shown(given), _ROWS))
-    for layer, indices in by_layer.items():
-        faults += _row_faults(layer, indices, modules, where if by_layer is not given else f"{where}[{layer!r}]")
-    for layer in by_layer:
-        if any(layer.endswith(name) for name in saved):
-            allowed = "a module that is not in modules_to_save"
-            faults.append(Fault(where, repr(layer), allowed, "Leave one of them out."))
-    return faults
-
-
-_ROWS = "a list of different numbers of tokens, or a dict of such lists"
-"""What `trainable_token_indices` may hold."""
-
-
-def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
-    # PEFT writes the same row twice in an order of its own.
-    if not 0 < len(set(indices)) == len(indices):
-        return [Fault(where, shown(indices), _ROWS)]
-    found = [module for name, module in modules.items() if name.endswith(wanted)]
-    plain: list[Any] = [getattr(module, "original_module", getattr(module, "base_layer", module)) for module in found]
-    if not found or not all(isinstance(module, nn.Embedding | nn.Linear) for module in plain):
-        allowed = "the input embedding or the output head, by the end of its name"
-        return [Fault(where, repr(wanted), allowed, closest(wanted, sorted(modules)))]
-    if any(isinstance(module, nn.Linear) and module.bias is not None for module in plain):
-        fix = "PEFT leaves the bias out; train the layer in modules_to_save."
-        return [Fault(where, repr(wanted), "a layer without a bias", fix)]
-    num_words = min(module.weight.shape[0] for module in plain)
-    if max(indices) >= num_words:
-        return [Fault(where, shown(indices), f"numbers of tokens below {num_words}", "Resize the embedding first.")]
-    return []
-
-
-_FIELD_OF_WAY = {
-    "copy": "modules_to_save",
-    "rows": "trainable_token_indices",
-    "adapters": "target_modules",
-    "biases": "bias",
-}
-"""The field that asks for a module in each way."""
-
-
-def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], backbone: Any) -> list[Fault]:
-    """Return a fault for each new task that wants a module in another way than some other task does.
-
-    Args:
-        new: configuration of each new task, by its name.
-        held: the same of the tasks that are there already.
-        backbone: the transformers model that they adapt.
-    """
-    configs = {**held, **new}
-    names = module_names(backbone)
-    # What each task trains whole or in rows, and which of the two.
-    kept: dict[str, dict[str, str]] = {}
-    for task, config in configs.items():
-        heads = head_kind_for(config.task_type).trained_modules
-        copies = [wanted for wanted in getattr(config, "modules_to_save", None) or () if wanted not in heads]
-        tokens: Any = getattr(config, "trainable_token_indices", None)
-        if tokens is not None and not isinstance(tokens, dict):
-            embedding = backbone.get_input_embeddings()
-            tokens = [name for name, module in backbone.named_modules() if module is embedding][:1]
-        # PEFT, too, looks at how names end.
-        ways = (("copy", tuple(copies)), ("rows", tuple(tokens or ())))
-        kept[task] = {name: way for way, ends in ways if ends for name in names if name.endswith(ends)}
-    shared = {module for own in kept.values() for module in own}
-    owners: dict[str, tuple[str, str]] = {}
-    faults = []
-    # Most runs have none of these, and then no module is looked at.
-    for task, config in configs.items() if shared else ():
-        claims = [*kept[task].items()]
-        others = shared - kept[task].keys()
-        if getattr(config, "bias", "none") == "all":
-            biased = [name for name in others if getattr(backbone.get_submodule(name), "bias", None) is not None]
-            claims += [(name, "biases") for name in biased]
-        targets = getattr(config, "target_modules", None)
-        # "all-linear" leaves the output head out, and embeddings are not linear.
-        if targets is not None and not (isinstance(targets, str) and targets.lower() == "all-linear"):
-            claims += [(name, "adapters") for name in others if check_target_module_exists(config, name)]
-        for module, way in claims:
-            first, other = owners.setdefault(module, (way, task))
-            if first != way:
-                allowed = f'a module that task "{other}" does not name in {_FIELD_OF_WAY[first]}'
-                fix = "Name it in the same field for both, or train the two tasks in two runs."
-                faults.append(Fault(f"tasks.{task}.peft_config.{_FIELD_OF_WAY[way]}", module, allowed, fix))
-    return faults

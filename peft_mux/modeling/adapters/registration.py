@@ -17,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
-from peft_mux.modeling.adapters.fields import value_faults
+from peft_mux.modeling.adapters.checks import value_faults
 from peft_mux.modeling.adapters.kind import AdapterKind
 
 
@@ -41,10 +41,8 @@ class OwnMethodConfig(PeftConfig):
         if isinstance(self.exclude_modules, list):
             self.exclude_modules = set(self.exclude_modules)
         name = type(self).__name__
-        own = self.faults(name)
-        raise_faults(
-            [*own, *(one for one in value_faults(self, name) if one.where not in {fault.where for fault in own})]
-        )
+        faults = self.faults(name)
+        raise_faults(faults + value_faults(self, name, faults))
 
     def faults(self, where: str) -> list[Fault]:
         """Return what is wrong with the values of the fields, beyond their types; `where` is their prefix."""
@@ -94,8 +92,8 @@ class OwnMethodKind(AdapterKind):
     lies_apart = False
 
     def setting_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return what is set without meaning here, and what is wrong with its values."""
-        return super().setting_faults(config, where) + config.faults(where)
+        """Return what is wrong with the values of the fields, as when the configuration was made."""
+        return config.faults(where)
 
 
 _MARK = "is_of_peft_mux"

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from peft_mux.errors import Fault
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
-from peft_mux.modeling.adapters.kind import register_kind
+from peft_mux.modeling.adapters.catalogue import ENTRIES
+from peft_mux.modeling.adapters.kind import Category, register_kind
 from peft_mux.modeling.adapters.sliced import SlicedAdapter, SlicedKind
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
 

@@ -15,9 +15,8 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
 from peft_mux.engine.tasks.setup import resolve_tasks
-from peft_mux.modeling.adapters.catalogue import Category
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
-from peft_mux.modeling.adapters.kind import KINDS
+from peft_mux.modeling.adapters.kind import KINDS, Category
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import task
 from tests.modeling.adapters.cases import CASES

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftType
 from peft.tuners.lora import config as peft_config
 
 from peft_mux import ConfigError, MultiTaskPeftModel, Task
+from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora.config import FIELDS, REASONS, REFUSED_INITIALISERS
 from tests.invariants.mux_lab import make_trainer, rows, tiny_llama
@@ -133,7 +134,7 @@ def test_no_bad_value_breaks_the_checks(peft_type: PeftType) -> None:
         for bad in BAD if field.name != "peft_type" else ():
             config: Any = CASES[peft_type].make(0)
             setattr(config, field.name, bad)
-            faults = KINDS[peft_type].faults(config, "tasks.a.peft_config")
+            faults = config_faults(config, "tasks.a")
             assert all(fault.where.startswith("tasks.a.peft_config") for fault in faults)
 
 

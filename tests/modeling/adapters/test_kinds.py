@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.checks import peft_config_faults
+from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.adapters.kind import (
     KINDS,
     AdapterKind,
@@ -65,13 +65,13 @@ def test_types_that_are_not_registered_have_no_kind() -> None:
 @EVERY_KIND
 def test_a_field_and_a_task_type_that_cannot_be_trained_are_refused_by_name(kind: AdapterKind) -> None:
     case = CASES[kind.peft_type]
-    assert kind.faults(case.make(0), "tasks.a.peft_config") == []
+    assert config_faults(case.make(0), "tasks.a") == []
     config, other = case.make(0), case.make(0)
     field, value = case.wrong
     setattr(config, field, value)
     other.task_type = TaskType.SEQ_2_SEQ_LM
     assert_refused({"a": config}, rf"tasks\.a\.peft_config\.{field}")
-    assert [fault.where for fault in peft_config_faults(other, "tasks.a")] == ["tasks.a.peft_config.task_type"]
+    assert [fault.where for fault in config_faults(other, "tasks.a")] == ["tasks.a.peft_config.task_type"]
 
 
 @EVERY_KIND

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from peft_mux.modeling.adapters.catalogue import TypeEntry
-from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, register_kind
+from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, TypeEntry, register_kind
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from peft_mux.scheduler.costs.loads import AdapterLoad
 

@@ -1,4 +1,4 @@
-"""What of a `LoraConfig` can be trained: its fields, initialisations, ranks and bare parameters.
+"""Which parts of `LoraConfig` are supported: its fields, initialisations, ranks and bare parameters.
 
 The grouped products read these fields themselves, so any other field that is not at its default is refused: an option
 of a later PEFT is never accepted and ignored. `docs/lora_fields.md` lists all fields.
@@ -7,15 +7,17 @@ of a later PEFT is never accepted and ignored. `docs/lora_fields.md` lists all f
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import Fault, closest, shown
-from peft_mux.modeling.adapters.fields import INITIALISED_FROM_WEIGHTS
-from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
+from peft_mux.errors import Fault, closest, is_real, shown
+from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters, frozen_weight
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save "
@@ -57,6 +59,9 @@ REFUSED_INITIALISERS = {
 }
 """Why some values of `init_lora_weights` that PEFT knows cannot be trained with."""
 
+INITIALISED_FROM_WEIGHTS = ("pissa", "olora", "corda", "lora_ga")
+"""Beginnings of the values of `init_lora_weights` that move a part of the backbone's weights into the adapter."""
+
 INITIALISERS = (True, False, "gaussian", "orthogonal", *INITIALISED_FROM_WEIGHTS)
 """Values of `init_lora_weights`; "pissa_niter_16" and similar match `ITERATED`."""
 
@@ -74,6 +79,53 @@ def changes_weights(config: LoraConfig) -> bool:
 def by_module(values: Any, field: str) -> dict[str, Any]:
     """Return the values of single modules, by what messages call them; none if the field has another type."""
     return {f"{field}[{key!r}]": value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
+def setting_faults(config: Any, where: str) -> list[Fault]:
+    """Return a fault for each scale and initialisation that LoRA cannot be trained with."""
+    faults = []
+    alphas = {"lora_alpha": config.lora_alpha, **by_module(config.alpha_pattern, "alpha_pattern")}
+    for name, alpha in alphas.items():
+        if not is_real(alpha) or not 0 < alpha <= GREATEST_FP32:
+            faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0 in fp32"))
+    got: Any = config.init_lora_weights
+    if not isinstance(got, (bool, str)):
+        return faults
+    if changes_weights(config):
+        # PEFT cannot convert these two into a plain LoRA either.
+        for field in ("use_dora", "use_bdlora"):
+            if value := getattr(config, field):
+                allowed = "its default with an initialisation that changes the weights"
+                faults.append(Fault(f"{where}.{field}", shown(value), allowed, "Leave one of them out."))
+    if got not in INITIALISERS and not ITERATED.fullmatch(str(got)):
+        allowed = f"one of {', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and similar"
+        fix = f"Not supported: {REFUSED_INITIALISERS[got]}." if got in REFUSED_INITIALISERS else ""
+        faults.append(Fault(f"{where}.init_lora_weights", shown(got), allowed, fix))
+    return faults
+
+
+def width_faults(config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
+    """Return a fault for ranks above the width of every target, and for weights that nothing can be taken from."""
+    widths = [max(module.weight.shape) for module in modules.values()]  # type: ignore[union-attr, arg-type, type-var]
+    widest = max(widths, default=None)
+    ranks = {"r": config.r, **by_module(config.rank_pattern, "rank_pattern")}
+    if widest is not None and max(ranks.values()) > widest:
+        allowed = f"at most {widest}, the width of the widest target"
+        return [Fault(f"{where}.{name}", repr(rank), allowed) for name, rank in ranks.items() if rank > widest]
+    if not changes_weights(config):
+        return []
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        modules = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
+    field, got = f"{where}.init_lora_weights", shown(config.init_lora_weights)
+    odd = next((name for name, module in modules.items() if frozen_weight(module)[0] is None), None)
+    if odd is not None:
+        fix = f"{odd} is an embedding or quantised; leave it out of target_modules."
+        return [Fault(field, got, "True or False, or used with plain linear layers as targets", fix)]
+    turned = next((name for name, module in modules.items() if type(module) is Conv1D), None)
+    if turned is None or config.init_lora_weights != "olora":
+        return []
+    fix = f"PEFT reads the weight of {turned}, a Conv1D of [in, out] features, as [out, in]. Use 'pissa'."
+    return [Fault(field, got, "another initialisation on this backbone", fix)]
 
 
 # ------------------------------------------------------------- bare parameters
@@ -97,7 +149,7 @@ def convert(config: Any, backbone: Any) -> None:
         convert_peft_config_for_transformers(config, model=backbone, conversions=None)
 
 
-def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
+def parameter_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     """Return what is wrong with the bare parameters that a converted configuration names, such as experts."""
     targets: list[str] = sorted(config.target_parameters or ())
     if not targets:
@@ -106,7 +158,7 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
     advice = 'Leave the experts out: name layers in target_modules, such as ["q_proj", "v_proj"].'
     faults = [
         Fault(
-            option,
+            f"{where}.{option}",
             f"{shown(value)} {on_parameters}",
             "its default, because an adapter on a parameter sees no input",
             advice,
@@ -116,7 +168,7 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
     ]
     if config.init_lora_weights not in _PARAMETER_INITIALISERS:
         allowed = f"{', '.join(map(repr, _PARAMETER_INITIALISERS))} {on_parameters}"
-        faults.append(Fault("init_lora_weights", shown(config.init_lora_weights), allowed, advice))
+        faults.append(Fault(f"{where}.init_lora_weights", shown(config.init_lora_weights), allowed, advice))
     known, layers = dict(frozen_parameters(backbone)), adaptable_modules(backbone)
     bare = {
         name: parameter
@@ -135,5 +187,5 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
         else:
             fix = closest(target, names) if names else "This backbone has none; name layers in target_modules."
         allowed = f"parameters of two or three dimensions in fp32, bf16 or fp16 outside layers: {', '.join(names)}"
-        faults.append(Fault("target_parameters", shown(target), allowed, fix))
+        faults.append(Fault(f"{where}.target_parameters", shown(target), allowed, fix))
     return faults

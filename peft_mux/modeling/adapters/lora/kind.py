@@ -18,23 +18,24 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import Fault, is_real, raise_faults, shown
-from peft_mux.modeling.adapters.catalogue import ENTRIES
-from peft_mux.modeling.adapters.fields import field_faults
-from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, MultiplexedForward, Shapes, register_kind
+from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.kind import (
+    AdapterKind,
+    Category,
+    CutLayers,
+    MultiplexedForward,
+    Shapes,
+    TypeEntry,
+    register_kind,
+)
 from peft_mux.modeling.adapters.lora.config import (
     FIELDS,
-    GREATEST_FP32,
-    INITIALISERS,
-    ITERATED,
     REASONS,
-    REFUSED_INITIALISERS,
-    by_module,
-    changes_weights,
     convert,
     parameter_faults,
+    setting_faults,
+    width_faults,
 )
 from peft_mux.modeling.adapters.lora.layer import LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
@@ -42,7 +43,7 @@ from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
 from peft_mux.modeling.adapters.lora.row_steps import RowSteps, initial_factors, keep_factors
 from peft_mux.modeling.adapters.own import own_biases
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
-from peft_mux.modeling.backbone.modules import frozen_weight, modules_around_adapters
+from peft_mux.modeling.backbone.modules import modules_around_adapters
 from peft_mux.modeling.slabs import Slot, round_up_to_group
 from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -163,55 +164,21 @@ class LoraKind(AdapterKind):
     # ------------------------------------------------------- configurations
 
     def setting_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault for every field that is set without meaning here, and for scales and initialisations."""
-        faults = field_faults(config, where, REASONS, FIELDS)
-        alphas = {"lora_alpha": config.lora_alpha, **by_module(config.alpha_pattern, "alpha_pattern")}
-        for name, alpha in alphas.items():
-            if not is_real(alpha) or not 0 < alpha <= GREATEST_FP32:
-                faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0 in fp32"))
-        got: Any = config.init_lora_weights
-        if not isinstance(got, (bool, str)):
-            return faults
-        if changes_weights(config):
-            # PEFT cannot convert these two into a plain LoRA either.
-            for field in ("use_dora", "use_bdlora"):
-                if value := getattr(config, field):
-                    allowed = "its default with an initialisation that changes the weights"
-                    faults.append(Fault(f"{where}.{field}", shown(value), allowed, "Leave one of them out."))
-        if got not in INITIALISERS and not ITERATED.fullmatch(str(got)):
-            allowed = f"one of {', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and similar"
-            fix = f"Not supported: {REFUSED_INITIALISERS[got]}." if got in REFUSED_INITIALISERS else ""
-            faults.append(Fault(f"{where}.init_lora_weights", shown(got), allowed, fix))
-        return faults
+        """Return what is wrong with scales and initialisations."""
+        return setting_faults(config, where)
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
-        """Return a fault for ranks above the width of every target, and for weights that nothing can be taken from."""
-        widths = [max(module.weight.shape) for module in modules.values()]  # type: ignore[union-attr, arg-type, type-var]
-        widest = max(widths, default=None)
-        ranks = {"r": config.r, **by_module(config.rank_pattern, "rank_pattern")}
-        if widest is not None and max(ranks.values()) > widest:
-            allowed = f"at most {widest}, the width of the widest target"
-            return [Fault(f"{where}.{name}", repr(rank), allowed) for name, rank in ranks.items() if rank > widest]
-        if not changes_weights(config):
-            return []
-        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-            modules = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
-        field, got = f"{where}.init_lora_weights", shown(config.init_lora_weights)
-        odd = next((name for name, module in modules.items() if frozen_weight(module)[0] is None), None)
-        if odd is not None:
-            fix = f"{odd} is an embedding or quantised; leave it out of target_modules."
-            return [Fault(field, got, "True or False, or used with plain linear layers as targets", fix)]
-        turned = next((name for name, module in modules.items() if type(module) is Conv1D), None)
-        if turned is None or config.init_lora_weights != "olora":
-            return []
-        fix = f"PEFT reads the weight of {turned}, a Conv1D of [in, out] features, as [out, in]. Use 'pissa'."
-        return [Fault(field, got, "another initialisation on this backbone", fix)]
+        """Return which ranks and initialisations do not fit the targets."""
+        return width_faults(config, modules, where)
+
+    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
+        """Return what does not fit the backbone, its bare parameters included."""
+        return super().backbone_faults(config, backbone, where) + parameter_faults(config, backbone, where)
 
     def complete(self, config: Any, backbone: Any) -> None:
         """Let a classifier's task train its head, and name the experts of a mixture as PEFT does."""
         super().complete(config, backbone)
         convert(config, backbone)
-        raise_faults(parameter_faults(config, backbone))
 
     # --------------------------------------------------------------- passes
 
@@ -282,4 +249,4 @@ class LoraKind(AdapterKind):
             setattr(linear, "in_features" if cut.is_row else "out_features", cut.num_held)
 
 
-register_kind(LoraKind(ENTRIES["LORA"], "LoRA"))
+register_kind(LoraKind(TypeEntry("LORA", Category.FUSED, REASONS, FIELDS), "LoRA"))

@@ -25,9 +25,9 @@ from torch import nn
 
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import Fault, shown
-from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
-from peft_mux.modeling.adapters.fields import value_faults
-from peft_mux.modeling.adapters.kind import AdapterKind, register_kind
+from peft_mux.modeling.adapters.catalogue import ENTRIES
+from peft_mux.modeling.adapters.checks import value_faults
+from peft_mux.modeling.adapters.kind import AdapterKind, Category, register_kind
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, head_module, without_head
 
 _SHAPE_FIELDS = ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
@@ -56,9 +56,9 @@ class PromptKind(AdapterKind):
         pairs = zip(config.cpt_token_ids or (), config.cpt_tokens_type_mask or (), strict=True)
         return tuple(token if kind > 0 and kind % 4 == 0 else IGNORE_INDEX for token, kind in pairs)
 
-    def faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault for every field that cannot be trained, and for a task type that PEFT does not train."""
-        faults = [*self.setting_faults(config, where), *value_faults(config, where)]
+    def setting_faults(self, config: Any, where: str) -> list[Fault]:
+        """Return what is wrong with the fields of the encoder, and a task type that PEFT does not train."""
+        faults = value_faults(config, where)
         if config.num_virtual_tokens is None:
             faults.append(Fault(f"{where}.num_virtual_tokens", "None", "an integer of at least 1"))
         task_types = [TaskType.CAUSAL_LM]

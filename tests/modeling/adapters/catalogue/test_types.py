@@ -20,9 +20,8 @@ from torch import nn
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters import kind as kinds
-from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
-from peft_mux.modeling.adapters.checks import peft_config_faults
-from peft_mux.modeling.adapters.kind import KINDS, entry_of
+from peft_mux.modeling.adapters.checks import config_faults
+from peft_mux.modeling.adapters.kind import ENTRIES, KINDS, Category, entry_of
 from peft_mux.modeling.adapters.special_kinds import FactoredAdapter
 from peft_mux.modeling.stream import Stream
 from tests.invariants import mux_lab as lab
@@ -49,7 +48,7 @@ def test_a_type_is_trained_or_refused_with_a_reason_and_a_type_that_works(peft_t
         kinds_of_prompts = {config_of(form).peft_type for form in PROMPTS}
         assert peft_type in {*CASES, *kinds_of_prompts}, "a conformance case of test_kinds.py, or a form of a prompt"
     known = {field.name for field in fields(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type])}
-    assert set(ENTRIES[peft_type.name].reasons) <= known | {"modules_to_save"}
+    assert set(entry_of(peft_type).reasons) <= known | {"modules_to_save"}
 
 
 def test_a_task_of_a_refused_type_gets_the_reason_and_the_nearest_type(tmp_path: Path) -> None:
@@ -69,12 +68,12 @@ def test_a_task_of_a_refused_type_gets_the_reason_and_the_nearest_type(tmp_path:
 
 def test_types_that_are_not_known_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "ENTRIES", {name: entry for name, entry in ENTRIES.items() if name != "POLY"})
-    (fault,) = peft_config_faults(peft.PolyConfig(), "tasks.a")
+    (fault,) = config_faults(peft.PolyConfig(), "tasks.a")
     assert "PolyConfig (POLY)" in fault.got
     assert "This release of peft_mux does not know it. Nearest: LORA." in fault.fix
     config = peft.LoraConfig()
     config.peft_type = "SOMETHING"  # type: ignore[assignment]
-    (fault,) = peft_config_faults(config, "tasks.a")
+    (fault,) = config_faults(config, "tasks.a")
     assert "LoraConfig (SOMETHING)" in fault.got
 
 
