@@ -63,6 +63,8 @@ _PADDING = "base-model"
 """Name of the adapter that rows of padding have."""
 _MOST_IDLE = 8
 """Tasks without rows that `Sampling` keeps for the next weights."""
+_PIECE_TOKENS, _PASS_TOKENS = {"cpu": 1024, "gpu": 4096}, {"cpu": 2048, "gpu": 16_384}
+"""Defaults. The activations of larger passes leave the caches of a CPU (docs/log.md)."""
 _WHOLE_TOKENS, _PADDING_ROW = 32, 16
 """The tokens of a pass on a CPU are a multiple of the first number; a row of padding has at most the second one."""
 
@@ -215,8 +217,10 @@ class Calls:
     Args:
         model: a causal language model, or a `MultiTaskPeftModel` of one; whole in one process, without dropout. The
             tasks that it already has are left alone.
-        piece_tokens: most tokens of a piece; a longer row is a piece by itself.
-        pass_tokens: most tokens of a pass; a longer piece is a pass by itself.
+        piece_tokens: most tokens of a piece, by default 1,024 on a CPU and 4,096 on a GPU; a longer row is a piece by
+            itself.
+        pass_tokens: most tokens of a pass, by default 2,048 on a CPU and 16,384 on a GPU; a longer piece is a pass by
+            itself.
 
     Attributes:
         model: the `MultiTaskPeftModel`.
@@ -235,9 +239,16 @@ class Calls:
     """
 
     def __init__(
-        self, model: MultiTaskPeftModel | PreTrainedModel, *, piece_tokens: int = 4096, pass_tokens: int = 16_384
+        self,
+        model: MultiTaskPeftModel | PreTrainedModel,
+        *,
+        piece_tokens: int | None = None,
+        pass_tokens: int | None = None,
     ) -> None:
         """Check the model; wrap it if it has no adapters."""
+        kind = "cpu" if model.device.type == "cpu" else "gpu"
+        piece_tokens = _PIECE_TOKENS[kind] if piece_tokens is None else piece_tokens
+        pass_tokens = _PASS_TOKENS[kind] if pass_tokens is None else pass_tokens
         sizes = {"piece_tokens": piece_tokens, "pass_tokens": pass_tokens}
         wrong = {name: value for name, value in sizes.items() if not is_integer(value, 1)}
         raise_faults([Fault(name, shown(value), "an integer of at least 1") for name, value in wrong.items()])

@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="processor")
+    parser.add_argument("--pass-tokens", type=int, help="most of a pass")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args(arguments)
     import torch
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.sizes:
         num_rows, num_tokens, width, num_layers, num_words = SIZES[name]
         spec = ModelSpec(width, num_layers, intermediate_size=3 * width, vocab_size=num_words)
-        runs = contenders(spec, options.models, num_rows, num_tokens)
+        runs = contenders(spec, options.models, num_rows, num_tokens, options.pass_tokens)
         require_equal({kind: run() for kind, run in runs.items()})
         seconds = in_turns(runs, options.repeats, CLOCKS[options.clock])
         gain = ratio(seconds["set_adapter"], seconds["calls"])
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def contenders(
-    spec: ModelSpec, num_models: int, num_rows: int, num_tokens: int
+    spec: ModelSpec, num_models: int, num_rows: int, num_tokens: int, pass_tokens: int | None = None
 ) -> dict[str, Callable[[], list[float]]]:
     """Return both ways to run a call and a step of each model; each returns the losses."""
     import numpy as np
@@ -68,7 +69,10 @@ def contenders(
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     rng = np.random.default_rng(0)
     ids = {name: rng.integers(3, spec.vocab_size, (num_rows, num_tokens + 1)) for name in names}
-    calls, plain = Calls(spec.build()), get_peft_model(spec.build(), config, adapter_name=names[0])
+    calls, plain = (
+        Calls(spec.build(), pass_tokens=pass_tokens),
+        get_peft_model(spec.build(), config, adapter_name=names[0]),
+    )
     for name in names:
         calls.open(name, config, seed=0)
         if name != names[0]:

@@ -184,8 +184,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     service.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
     service.add_argument("--dtype", default="auto", help="dtype of the model (auto)")
     service.add_argument("--max-models", type=int, default=64, metavar="N", help="most models open at once (64)")
-    service.add_argument("--piece-tokens", type=int, default=4096, metavar="N", help="most of a call in a pass (4096)")
-    service.add_argument("--pass-tokens", type=int, default=16_384, metavar="N", help="most of a pass (16384)")
+    service.add_argument("--piece-tokens", type=int, metavar="N", help="most of a call in a pass (CPU 1024, GPU 4096)")
+    service.add_argument("--pass-tokens", type=int, metavar="N", help="most of a pass (CPU 2048, GPU 16384)")
     words = "share of the time for sampling while there is training (0.5)"
     service.add_argument("--sample-share", type=float, default=0.5, metavar="N", help=words)
     service.add_argument("--key", help="a key for development; with --status the key to ask with")

@@ -59,7 +59,7 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("serve needs a MODEL: a folder or hub id of a causal language model.")
     counts = {name: getattr(arguments, name) for name in ("max_models", "piece_tokens", "pass_tokens")}
     for name, value in counts.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     if not 0 < arguments.sample_share < 1:
         raise ConfigError(f"--sample-share must be above 0 and below 1, got {arguments.sample_share}.")

@@ -54,15 +54,15 @@ class Settings:
     Attributes:
         served_names: names of the base model; the first one is the main one.
         max_models: most models open at once.
-        piece_tokens: most tokens of a call in a pass.
-        pass_tokens: most tokens of a pass.
+        piece_tokens: most tokens of a call in a pass; `None` for the default of `Calls`.
+        pass_tokens: most tokens of a pass; `None` for the default of `Calls`.
         sample_share: share of the time for sampling while there is training, too.
     """
 
     served_names: tuple[str, ...]
     max_models: int = 64
-    piece_tokens: int = 4096
-    pass_tokens: int = 16_384
+    piece_tokens: int | None = None
+    pass_tokens: int | None = None
     sample_share: float = 0.5
 
 

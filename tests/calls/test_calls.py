@@ -264,7 +264,7 @@ def test_a_pass_without_memory_is_computed_in_smaller_ones_and_a_row_that_does_n
     compute_at_most(60)
     assert results_of(calls, wave) == results_of(alone, wave)
     assert tokens == [80, 60, 20]
-    assert (calls.pass_tokens, calls.piece_tokens) == (40, 4096)
+    assert (calls.pass_tokens, calls.piece_tokens) == (40, 1024)
     assert [bits(calls, name) for name in "ab"] == [bits(alone, name) for name in "ab"]
     compute_at_most(30)
     before = bits(calls, "b")
