@@ -132,7 +132,7 @@ def printable(text: str) -> str:
     escaped; further lines are indented, so that none looks like a line of the run.
     """
     lines = text.expandtabs().splitlines()
-    return "\n  ".join("".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in lines)
+    return "\n  ".join("".join(char if char.isprintable() else repr(char)[1:-1] for char in line) for line in lines)
 
 
 def closest(word: str, options: Iterable[str]) -> str:

@@ -144,16 +144,18 @@ def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bo
 
 def _objective_of(kind: type, ending: str, where: str) -> tuple[list[Fault], str | None]:
     """Return the objective of a class of TRL, or of the class of TRL that it is derived from; `None` for Trainer's."""
-    own = [one for one in kind.__mro__ if one.__module__.startswith("trl.") and not one.__name__.startswith("_")]
-    if not own:
+    classes = [
+        base for base in kind.__mro__ if base.__module__.startswith("trl.") and not base.__name__.startswith("_")
+    ]
+    if not classes:
         return [], None
-    name = own[0].__name__.removesuffix(ending)
+    name = classes[0].__name__.removesuffix(ending)
     objective = _OBJECTIVES.get(name)
     if name in _OBJECTIVES and (objective is None or objective in OBJECTIVES):
         return [], objective
-    offered = [f"{one}{ending}" for one, loss in _OBJECTIVES.items() if loss is None or loss in OBJECTIVES]
+    offered = [f"{base}{ending}" for base, loss in _OBJECTIVES.items() if loss is None or loss in OBJECTIVES]
     fix = "docs/losses.md lists what is not offered."
-    return [Fault(where, own[0].__name__, f"{', '.join(offered)}, or those of transformers", fix)], None
+    return [Fault(where, classes[0].__name__, f"{', '.join(offered)}, or those of transformers", fix)], None
 
 
 def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_are_tokenised: bool) -> list[Fault]:
@@ -240,8 +242,8 @@ def settings_of_trainer(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any
         ConfigError: naming what cannot be done here, with the reason.
     """
     raise_faults(_trainer_faults(trainer, given))
-    own: dict[str, Any] = {
-        "peft_config": next(one for name, one in trainer.model.peft_config.items() if name != _REFERENCE),
+    fields: dict[str, Any] = {
+        "peft_config": next(config for name, config in trainer.model.peft_config.items() if name != _REFERENCE),
         "train_dataset": trainer.train_dataset,
         "eval_dataset": trainer.eval_dataset or None,
         "compute_metrics": trainer.compute_metrics,
@@ -254,8 +256,8 @@ def settings_of_trainer(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any
         ],
     }
     if "train_dataset" not in given:
-        own["packing"] = False  # its rows are packed already, and say where their sequences begin
-    return settings_of(trainer.args, {**own, **given}, rows_are_tokenised=True)
+        fields["packing"] = False  # its rows are packed already, and say where their sequences begin
+    return settings_of(trainer.args, {**fields, **given}, rows_are_tokenised=True)
 
 
 def _is_of_libraries(kind: object) -> bool:

@@ -562,8 +562,8 @@ class FolderLock:
         Raises:
             CheckpointError: if it cannot be written.
         """
-        own = {"host": socket.gethostname(), "pid": self._pid, "loading": loading}
-        write_file(self.root / HOLDER_NAME, json.dumps(own).encode())
+        holder = {"host": socket.gethostname(), "pid": self._pid, "loading": loading}
+        write_file(self.root / HOLDER_NAME, json.dumps(holder).encode())
 
     def _is_lost(self) -> bool:
         try:
@@ -613,9 +613,9 @@ def loading_of(root: Path) -> str:
 def _holder(root: Path) -> tuple[int, str, str]:
     """Return id and host of the process that holds a lock and what it loads; "" where it has not written that."""
     try:
-        found = json.loads(read_regular(root / HOLDER_NAME))
-        loading = found["loading"] if found["loading"] in ("data", "model") else ""
-        return int(found["pid"]), str(found["host"]), loading
+        holder = json.loads(read_regular(root / HOLDER_NAME))
+        loading = holder["loading"] if holder["loading"] in ("data", "model") else ""
+        return int(holder["pid"]), str(holder["host"]), loading
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0, "", ""
 

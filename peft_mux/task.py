@@ -148,7 +148,7 @@ def event_faults(callbacks: Iterable[object], where: str) -> list[Fault]:
     faults = []
     for callback in callbacks:
         likely = [name for name in dir(callback) if name.startswith(("on_task", "on_plan", "on_replan"))]
-        for name in [one for one in likely if one not in EVENTS and callable(getattr(callback, one))]:
+        for name in [method for method in likely if method not in EVENTS and callable(getattr(callback, method))]:
             kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
             fix = closest(name, EVENTS)
             faults.append(
@@ -395,8 +395,8 @@ class Task:
         """Load rows that are given by their source, and check every field."""
         where, faults = _where(self.name), []
         for which in ("train_dataset", "eval_dataset"):
-            rows, own = _opened(self, which, where)
-            faults += [fault for fault in own if fault not in faults]
+            rows, opening_faults = _opened(self, which, where)
+            faults += [fault for fault in opening_faults if fault not in faults]
             object.__setattr__(self, which, rows)
         faults += _begin_from_adapter(self, where)
         loss = find_loss(self, where)
@@ -526,10 +526,10 @@ def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
         got, wanted = type(task.peft_config).__name__, f"a {type(saved).__name__}, the type of {given}"
         return [Fault(f"{where}.peft_config", got, wanted, fix)]
     # Sets have no order in files; what PEFT completes by the model is `None` before.
-    own, there = (json.loads(json.dumps(c.to_dict(), default=sorted)) for c in (task.peft_config, saved))
+    asked, there = (json.loads(json.dumps(c.to_dict(), default=sorted)) for c in (task.peft_config, saved))
     return [
         Fault(f"{where}.peft_config.{name}", shown(value), f"{shown(there[name])}, as in {given}", fix)
-        for name, value in own.items()
+        for name, value in asked.items()
         if name not in _RESOLVED_BY_MODEL and "init" not in name and "dropout" not in name
         if value is not None and value != there.get(name)
     ]
@@ -575,8 +575,8 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(item, TrainerCallback) for item in callbacks):
         return [*faults, Fault(f"{where}.callbacks", shown(callbacks), "a list of TrainerCallback objects")]
     for callback in callbacks:
-        if own := [event for event in EVENTS if hears(callback, event)]:
-            got = f"{type(callback).__name__} with {', '.join(own)}"
+        if heard := [event for event in EVENTS if hears(callback, event)]:
+            got = f"{type(callback).__name__} with {', '.join(heard)}"
             fix = (
                 "Give it to MultiTaskTrainer(callbacks=[...]); a Task's callbacks have on_train_begin and on_train_end."
             )
@@ -708,8 +708,8 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     """
 
     def pick(name: str) -> Any:
-        own = getattr(task, name)
-        value = getattr(args, name) if own is None else own
+        of_task = getattr(task, name)
+        value = getattr(args, name) if of_task is None else of_task
         return getattr(value, "value", value)
 
     # `max_steps` takes precedence over epochs, so the run's own would override the epochs of this task.
@@ -759,14 +759,16 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
 def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:
     """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`."""
     # A copy, as new arguments would be checked and completed a second time.
-    own = copy.copy(args)
+    copied = copy.copy(args)
     for item in fields(HyperParameters):
         if item.name != "train_batch_size":  # a property of TrainingArguments that cannot be set
-            setattr(own, item.name, getattr(hyper, item.name))
+            setattr(copied, item.name, getattr(hyper, item.name))
     strategies = {-1.0: IntervalStrategy.EPOCH, 0.0: IntervalStrategy.NO}
-    own.eval_strategy = strategies.get(float(hyper.eval_steps), IntervalStrategy.STEPS)
+    copied.eval_strategy = strategies.get(float(hyper.eval_steps), IntervalStrategy.STEPS)
     if hyper.metric_for_best_model is not None and hyper.greater_is_better is None:
-        own.greater_is_better = greater_is_better(hyper.metric_for_best_model)
+        copied.greater_is_better = greater_is_better(hyper.metric_for_best_model)
     # A callback may write into the copy; the run and the other tasks must not see that.
-    vars(own).update({key: copy.deepcopy(value) for key, value in vars(own).items() if isinstance(value, (dict, list))})
-    return own
+    vars(copied).update(
+        {key: copy.deepcopy(value) for key, value in vars(copied).items() if isinstance(value, (dict, list))}
+    )
+    return copied

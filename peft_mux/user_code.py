@@ -161,10 +161,10 @@ _TOLERANCE_S = 0.05
 
 def _read_timers() -> list[tuple[float, float]]:
     """Return for each timer when it fires, by its clock, and its interval; zeros for one that is not set."""
-    found = [signal.getitimer(timer) for timer in _TIMERS]
-    if found == _NOT_SET:
-        return found
-    return [(left and left + now(), every) for (left, every), now in zip(found, _TIMERS.values(), strict=True)]
+    left_s = [signal.getitimer(timer) for timer in _TIMERS]
+    if left_s == _NOT_SET:
+        return left_s
+    return [(left and left + now(), every) for (left, every), now in zip(left_s, _TIMERS.values(), strict=True)]
 
 
 def _put_timers_back(before: list[tuple[float, float]]) -> None:
@@ -318,13 +318,13 @@ _MODES = (
 
 def user_traceback(error: BaseException) -> TracebackType | None:
     """Return the traceback starting at the user's frame, without peft_mux's own frames."""
-    found = error.__traceback__
-    while found is not None and found.tb_next is not None:
-        file = found.tb_frame.f_code.co_filename
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        file = frame.tb_frame.f_code.co_filename
         if not file.startswith(_PACKAGE) and not file.endswith(("trainer_callback.py", "contextlib.py")):
             break
-        found = found.tb_next
-    return found
+        frame = frame.tb_next
+    return frame
 
 
 def describe_error(error: BaseException) -> str:
@@ -344,7 +344,7 @@ def log_warning(logger: logging.Logger, line: str, error: BaseException | None =
     """Log a line, with the traceback of an error; what the error or a handler of the program raises is ignored."""
     with suppress(UserCodeError), guard_user_code("", "log", watches_model=False):
         if error is not None:
-            found = traceback.format_exception(type(error), error, user_traceback(error))
-            line = f"{line}\n{printable(''.join(found)[-_MAX_TRACE_CHARACTERS:])}"
+            trace = traceback.format_exception(type(error), error, user_traceback(error))
+            line = f"{line}\n{printable(''.join(trace)[-_MAX_TRACE_CHARACTERS:])}"
     with suppress(UserCodeError), guard_user_code("", "log", watches_model=False):
         logger.warning(line)

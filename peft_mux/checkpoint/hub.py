@@ -282,9 +282,9 @@ def _prepare_upload(
         contents[CARD_NAME] = str(model_card(folder, repo_id, num_steps)).encode()
     if extras is not None:
         paths = [extras / name for name in (PICTURE_NAME, *_TOKENIZER_FILES)]
-        own = extras / CARD_NAME
-        if own.is_file() and is_edited(_text_of(own)):
-            paths.append(own)
+        card_path = extras / CARD_NAME
+        if card_path.is_file() and is_edited(_text_of(card_path)):
+            paths.append(card_path)
         contents |= {path.name: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
     files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
 

@@ -119,8 +119,8 @@ def record_paths(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: if the folder cannot be read.
     """
-    found = [path for path in storage.listed(folder) if path.match("run-*.json")]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    paths = [path for path in storage.listed(folder) if path.match("run-*.json")]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def read_record(path: Path) -> RunRecord:

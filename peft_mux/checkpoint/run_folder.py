@@ -247,9 +247,9 @@ class RunFolder:
         try:
             snapshot = TaskState(self.model.saved_weights(run.name, folder), {}, {}, {})
             if optimizer is not None:
-                own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), optimizer)
+                fields = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), optimizer)
                 copies = {copy: storage.load_tensors(folder / f"{copy}.safetensors") for copy in (LAST_GOOD, BEST)}
-                snapshot = TaskState(snapshot.weights, **own, copies=copies)
+                snapshot = TaskState(snapshot.weights, **fields, copies=copies)
             run.step, run.num_tokens, run.last_loss = step, saved["num_tokens"], saved["last_loss"]
             run.loss_mean.total, run.loss_mean.count = saved["loss_mean"]
             run.best.load(saved["best"])
@@ -335,15 +335,15 @@ class RunFolder:
 
     def records(self, warn: Callable[[str], None] | None = None) -> list[tuple[RunRecord, Path]]:
         """Return the valid run records, oldest first; `warn` is called for each one that is not valid."""
-        found = []
+        readable = []
         for path in record_paths(self.root / STATE_FOLDER):
             try:
-                found.append((read_record(path), path))
+                readable.append((read_record(path), path))
             except CheckpointError as error:
                 if warn is not None:
                     warn(f"{error} Trying the record before it.")
         # By the number in the record, never by the time of the file, which copying changes.
-        return sorted(found, key=lambda item: item[0].run_step)
+        return sorted(readable, key=lambda item: item[0].run_step)
 
     def save_record(self, run_step: int, runs: list[TaskRun], numerics: Mapping[str, Any]) -> None:
         """Write which checkpoints belong together, and delete what is older than `keep` allows.
@@ -364,8 +364,8 @@ class RunFolder:
             if run.status is not TaskStatus.REMOVED
         }
         self.run_id = self.run_id or uuid.uuid4().hex
-        own = FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics, self.run_id, launch_id()
-        self._write_record(RunRecord(run_step, *own))
+        fields = FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics, self.run_id, launch_id()
+        self._write_record(RunRecord(run_step, *fields))
         if self.keep is None:
             return
         # After the new record, so that a crash in between leaves too many checkpoints rather than too few; and records
@@ -481,10 +481,10 @@ def was_restarted(root: Path) -> bool:
 
     A first attempt that was refused, because another run is in the folder, wrote no record there.
     """
-    own = set(launch_id().split())
-    for path in reversed(record_paths(root / STATE_FOLDER) if own else []):
+    current = set(launch_id().split())
+    for path in reversed(record_paths(root / STATE_FOLDER) if current else []):
         with suppress(CheckpointError):  # torn, as the attempt before was killed
-            shared = {word.partition("=")[0] for word in own & set(read_record(path).launch.split()) - {"run=none"}}
+            shared = {word.partition("=")[0] for word in current & set(read_record(path).launch.split()) - {"run=none"}}
             # torchrun counts restarts only on the node whose worker died, so the agent of rank 0 may count none.
             is_other_worker = "agent" in shared and "process" not in shared
             counts = {"job": "SLURM_RESTART_COUNT", "run": "TORCHELASTIC_RESTART_COUNT"}

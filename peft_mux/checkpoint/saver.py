@@ -72,7 +72,7 @@ def environment_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: found for name in _PACKAGES if (found := installed_version(name)) is not None},
+        "versions": {name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         "device": device_words(args.device),
         "num_processes": args.world_size,
         "attention": numerics_of(args)["attention"],
@@ -87,9 +87,9 @@ def commit_of_script() -> dict[str, Any] | None:
     folder, script = Path.cwd(), getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and (path := Path(script).resolve()).is_file():
         installed = (Path(sys.prefix).resolve(), Path(__file__).resolve().parents[1])
-        folder = folder if any(path.is_relative_to(one) for one in installed) else path.parent
+        folder = folder if any(path.is_relative_to(place) for place in installed) else path.parent
     try:
-        found = subprocess.run(
+        shown = subprocess.run(
             ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"],
             cwd=folder,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # the checkout is not locked for others meanwhile
@@ -101,7 +101,7 @@ def commit_of_script() -> dict[str, Any] | None:
     # No git, no checkout, one of another user, or one that takes too long.
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = found.stdout.decode(errors="replace").splitlines()
+    lines = shown.stdout.decode(errors="replace").splitlines()
     commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
     if not commits or commits[0] == "(initial)":
         return None
@@ -372,9 +372,9 @@ class Saver:
     def _amend(self, folder: RunFolder) -> None:
         """Put what has changed into the newest record, or write a first one; all processes call this."""
         # A record covers all tasks, so a first one needs the states of all of them.
-        found: list[Any] = []
-        self.attempt(lambda: found.extend(folder.records()))
-        if self.agree(not self.is_writer or bool(found)):
+        records: list[Any] = []
+        self.attempt(lambda: records.extend(folder.records()))
+        if self.agree(not self.is_writer or bool(records)):
             self.attempt(folder.amend_record)
         else:
             self.save_run()

@@ -100,21 +100,21 @@ def put_snapshot(run: TaskRun, model: Any, state: TaskState, *, from_step: int |
     """
     parameters = model.task_parameters(run.name)
     # By this process's own pieces, so that the layout that wrote the state does not matter.
-    own = take_part(state, model.registry.pieces_of(run.name))
+    piece = take_part(state, model.registry.pieces_of(run.name))
     if run.optimizer is not None and not run.optimizer.steps_here:
-        own = replace(own, moments={})
-    join_state(own, parameters, run.optimizer, from_step)
+        piece = replace(piece, moments={})
+    join_state(piece, parameters, run.optimizer, from_step)
     if run.last_good is None:
         return
     # The state of an ended task has only the weights that it ended with.
-    last_good = own.copies.get(LAST_GOOD) or own.weights
+    last_good = piece.copies.get(LAST_GOOD) or piece.weights
     for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.weights.values(), strict=True):
         for name, parameter in parameters.items():
             part = page.part(parameter, copy)
             if part is not None and name in last_good:
                 # In place, because the optimizer's joint update refers to the copy by address.
                 part.copy_(last_good[name])
-    run.best_weights = {name: tensor.contiguous() for name, tensor in own.copies.get(BEST, {}).items()}
+    run.best_weights = {name: tensor.contiguous() for name, tensor in piece.copies.get(BEST, {}).items()}
 
 
 @torch.no_grad()
@@ -190,16 +190,16 @@ def join_state(
     read["state"] = {}
     for number, owner in enumerate(optimizer.parameters):
         members = {name: item for name, item in parameters.items() if _lies_in(item, owner)}
-        found = {name: state.moments.get(name, {}) for name in members}
-        keys = {key for own in found.values() for key in own}
+        moments = {name: state.moments.get(name, {}) for name in members}
+        keys = {key for entries in moments.values() for key in entries}
         joined: Moments = {}
         for name, parameter in members.items():
-            if missing := sorted(keys - set(found[name])):
+            if missing := sorted(keys - set(moments[name])):
                 raise CheckpointError(
                     "optimizer must have a state of all parameters that are updated together, got no "
                     f"{', '.join(missing)} of {name}. Restore the whole checkpoint."
                 )
-            for key, value in found[name].items():
+            for key, value in moments[name].items():
                 if owner is parameter or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                     joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 else:
@@ -245,15 +245,15 @@ def _view(flat: torch.Tensor, parameter: torch.Tensor, owner: torch.Tensor) -> t
     return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
 
 
-def _checked(name: str, found: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+def _checked(name: str, tensor: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor of a state that has to have a shape."""
-    if found is None or tuple(found.shape) != tuple(shape):
-        got = "nothing" if found is None else f"shape {list(found.shape)}"
+    if tensor is None or tuple(tensor.shape) != tuple(shape):
+        got = "nothing" if tensor is None else f"shape {list(tensor.shape)}"
         raise CheckpointError(
             f"{name} must be a tensor of shape {list(shape)}, got {got}. Resume with the adapter configuration that "
             "the checkpoint was written with."
         )
-    return found
+    return tensor
 
 
 # ---------------------------------------------------------------- across processes
@@ -269,13 +269,13 @@ def merge_states(parts: Iterable[TaskState]) -> TaskState:
         for key, value in part.schedule.items():
             is_by_kind = isinstance(value, dict) and set(value) <= _KINDS
             whole.schedule[key] = {**whole.schedule.get(key, {}), **value} if is_by_kind else value
-        for copy, own in part.copies.items():
-            whole.copies.setdefault(copy, {}).update(own)
+        for copy, tensors in part.copies.items():
+            whole.copies.setdefault(copy, {}).update(tensors)
     return whole
 
 
 def gather_task(
-    processes: Processes, layout: ParallelLayout, pieces: Mapping[str, Piece], own: TaskState
+    processes: Processes, layout: ParallelLayout, pieces: Mapping[str, Piece], state: TaskState
 ) -> TaskState | None:
     """Return the whole state of a task on rank 0, and `None` on other ranks.
 
@@ -285,7 +285,7 @@ def gather_task(
         processes: the processes of the run, connected.
         layout: which process holds which part of which replica.
         pieces: which part of each parameter this process holds, from `TaskRegistry.pieces_of`.
-        own: the state of these parts, from `take_snapshot` or `split_state`.
+        state: of these parts, from `take_snapshot` or `split_state`.
 
     Raises:
         ProcessError: if another process fails, dies, or does not answer within the time limit.
@@ -296,9 +296,9 @@ def gather_task(
     if processes.rank not in ranks:
         return None
     if processes.rank != 0:
-        processes.send(*_packed(pieces, own), target=0)
+        processes.send(*_packed(pieces, state), target=0)
         return None
-    return join_parts([(pieces, own), *(_unpacked(*processes.receive(rank)) for rank in ranks[1:])])
+    return join_parts([(pieces, state), *(_unpacked(*processes.receive(rank)) for rank in ranks[1:])])
 
 
 def take_from(processes: Processes, holder: int, snapshot: Callable[[], TaskState]) -> TaskState | None:
@@ -351,9 +351,9 @@ def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskSt
                 f"dimension {dim}, of {size}. Load the same model and adapter in each."
             )
         whole.weights[name] = _assembled([(piece, state.weights[name]) for piece, state in held])
-        for copy, own in whole.copies.items():
-            if name in own:
-                own[name] = _assembled([(piece, state.copies[copy][name]) for piece, state in held])
+        for copy, tensors in whole.copies.items():
+            if name in tensors:
+                tensors[name] = _assembled([(piece, state.copies[copy][name]) for piece, state in held])
         if name in whole.moments:
             whole.moments[name] = _assembled_moments(name, [(piece, state.moments[name]) for piece, state in held])
     return whole
@@ -368,9 +368,11 @@ def take_part(state: TaskState, pieces: Mapping[str, Piece]) -> TaskState:
     weights = {name: piece.take(_checked(name, state.weights.get(name), piece.shape)) for name, piece in pieces.items()}
     copies = {
         copy: {
-            name: piece.take(_checked(name, own[name], piece.shape)) for name, piece in pieces.items() if name in own
+            name: piece.take(_checked(name, tensors[name], piece.shape))
+            for name, piece in pieces.items()
+            if name in tensors
         }
-        for copy, own in state.copies.items()
+        for copy, tensors in state.copies.items()
     }
     moments: dict[str, Moments] = {}
     for name, piece in pieces.items():

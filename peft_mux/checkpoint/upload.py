@@ -149,5 +149,5 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _mark(path: Path) -> tuple[int, int]:
     """Return the size of a file and the time of its last change, in nanoseconds."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -142,20 +142,20 @@ def plan(arguments: argparse.Namespace) -> int:
         args = config.args
         layout = {"num_stages": args.pipeline_parallel_size, "devices_per_stage": args.tensor_parallel_size}
         args.tensor_parallel_size = args.pipeline_parallel_size = 1
-    found = make_trainer(config).plan(devices, **layout)
+    planned = make_trainer(config).plan(devices, **layout)
     if arguments.json:
-        print(found.to_json())
+        print(planned.to_json())
     elif arguments.explain:
         try:
-            print(wrapped(found.explain(arguments.explain), window_width()))
+            print(wrapped(planned.explain(arguments.explain), window_width()))
         except ValueError as error:
             raise ConfigError(f"--explain: {error}") from error
     else:
-        print(_shown(found))
+        print(_shown(planned))
     if arguments.gantt:
-        print(f"\n{found.gantt(min(window_width(), 120))}\n\n{found.memory_bars()}")
+        print(f"\n{planned.gantt(min(window_width(), 120))}\n\n{planned.memory_bars()}")
     if arguments.image:
-        print(f"drawn: {found.save_gantt(arguments.image)}")
+        print(f"drawn: {planned.save_gantt(arguments.image)}")
     return 0
 
 
@@ -168,14 +168,14 @@ def profile(arguments: argparse.Namespace) -> int:
         # On every process, as the link between them is measured too; the main one stores the result by device, dtype,
         # shapes and versions.
         folder = path.parent / "profiles" if is_main else None
-        found = trainer.measure_profile(arguments.seconds, folder=folder, refresh=arguments.refresh)
+        measured = trainer.measure_profile(arguments.seconds, folder=folder, refresh=arguments.refresh)
     if not is_main:
         return 0
-    write_file(path, found.to_json().encode())
+    write_file(path, measured.to_json().encode())
     if arguments.json:
-        print(json.dumps(_plain({"written": path, "profile": json.loads(found.to_json())}), indent=1))
+        print(json.dumps(_plain({"written": path, "profile": json.loads(measured.to_json())}), indent=1))
     else:
-        text = f"{profile_text(found)}\nwritten: {path}; to plan with it, set run.cost_profile: {path.absolute()}"
+        text = f"{profile_text(measured)}\nwritten: {path}; to plan with it, set run.cost_profile: {path.absolute()}"
         print(wrapped(text, window_width()))
     return 0
 
@@ -236,9 +236,9 @@ def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[A
     contests, tasks = [], []
     for task in config.tasks:
         if task.name in grids:
-            contest, own = sweep_tasks(task, grids[task.name])
+            contest, trials = sweep_tasks(task, grids[task.name])
             contests.append(contest)
-            tasks += own
+            tasks += trials
         else:
             tasks.append(task)
     return replace(config, tasks=tasks), contests

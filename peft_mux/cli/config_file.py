@@ -336,11 +336,11 @@ def _parsed(text: str, where: str) -> tuple[Any, dict[str, int], list[Fault]]:
                     f"{where} must have at most {_MAX_NODES:,} values once aliases (*name) are written out, and none "
                     "within itself. Put what tasks share into the section defaults."
                 )
-            one = waiting.pop()
-            if isinstance(one, yaml.MappingNode):
-                waiting += chain.from_iterable(one.value)
-            elif isinstance(one, yaml.SequenceNode):
-                waiting += one.value
+            child = waiting.pop()
+            if isinstance(child, yaml.MappingNode):
+                waiting += chain.from_iterable(child.value)
+            elif isinstance(child, yaml.SequenceNode):
+                waiting += child.value
         # Before values are made, which writes merged keys (`<<`) into the nodes.
         faults = _look_at_keys(node, "", lines) if isinstance(node, yaml.MappingNode) else []
         return None if node is None else loader.construct_document(node), lines, faults
@@ -487,12 +487,12 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
             continue
         faults += _key_faults(task, TASK_KEYS, f"{where}.", _hint_of_task)
         # With the defaults, as they may hold what a task leaves out.
-        own = _with_defaults(defaults, task)
-        faults += _kind_faults(own, _TASK_KINDS, f"{where}.") + _data_faults(own, where)
-        if own.get("dataset") in (None, ""):
+        settings = _with_defaults(defaults, task)
+        faults += _kind_faults(settings, _TASK_KINDS, f"{where}.") + _data_faults(settings, where)
+        if settings.get("dataset") in (None, ""):
             # A misspelt name in --set makes a task of one setting.
-            meant = closest(str(name), [str(one) for one in tasks if one != name]) if len(task) == 1 else ""
-            faults.append(Fault(f"{where}.dataset", shown(own.get("dataset")), SOURCES, meant))
+            meant = closest(str(name), [str(other) for other in tasks if other != name]) if len(task) == 1 else ""
+            faults.append(Fault(f"{where}.dataset", shown(settings.get("dataset")), SOURCES, meant))
     return faults + _kind_faults(defaults, _TASK_KINDS, "defaults.")
 
 
@@ -574,10 +574,10 @@ def _make_run_config(
         before_rows(args)
     defaults = _mapping(data.get("defaults"))
     default_peft = _mapping(defaults.get("peft"))
-    sections = {name: one for name, one in _mapping(data.get("tasks")).items() if isinstance(one, dict)}
+    sections = {name: section for name, section in _mapping(data.get("tasks")).items() if isinstance(section, dict)}
     has_held_out = {
-        name: any({**defaults, **one}.get(key) is not None for key in ("eval_dataset", "eval_split", "val_size"))
-        for name, one in sections.items()
+        name: any({**defaults, **section}.get(key) is not None for key in ("eval_dataset", "eval_split", "val_size"))
+        for name, section in sections.items()
     }
     tasks: list[Task] = []
     record: dict[str, Any] = {
@@ -596,8 +596,8 @@ def _make_run_config(
             merged = {key: value for key, value in merged.items() if key in settings or key not in _WHEN_EVALUATED}
         record["tasks"][str(name)] = merged
         seed: Any = merged.get("seed", given.get("seed"))
-        task, own = _make_task(str(name), merged, seed if is_integer(seed, 0, 2**32 - 1) else 42)
-        faults += own
+        task, more = _make_task(str(name), merged, seed if is_integer(seed, 0, 2**32 - 1) else 42)
+        faults += more
         tasks += [] if task is None else [task]
     if faults or args is None or not isinstance(data.get("model"), str) or not tasks:
         return None, faults
@@ -614,23 +614,25 @@ def _make_task(name: str, settings: Mapping[str, Any], seed: int) -> tuple[Task 
         seed: decides which rows are held out, and the order in which data sets are mixed.
     """
     where = f"tasks.{name}"
-    own = {key: value for key, value in settings.items() if key in TASK_KEYS and key not in (*DATA_KEYS, "peft")}
+    fields = {key: value for key, value in settings.items() if key in TASK_KEYS and key not in (*DATA_KEYS, "peft")}
     loaded, faults = _load_rows(settings, seed, where)
-    own |= loaded
-    without_rows = [which for which in ("train_dataset", "eval_dataset") if own.get(which, _NO_ROWS) is None]
-    own |= dict.fromkeys(without_rows, _NO_ROWS)
-    if settings.get("peft") or own.get("init_adapter") is None:
-        own["peft_config"], more = _attempt(where, _make_peft_config, _mapping(settings.get("peft")), f"{where}.peft")
+    fields |= loaded
+    without_rows = [which for which in ("train_dataset", "eval_dataset") if fields.get(which, _NO_ROWS) is None]
+    fields |= dict.fromkeys(without_rows, _NO_ROWS)
+    if settings.get("peft") or fields.get("init_adapter") is None:
+        fields["peft_config"], more = _attempt(
+            where, _make_peft_config, _mapping(settings.get("peft")), f"{where}.peft"
+        )
         faults += more
     for key, kind in (("early_stopping", EarlyStopping), ("eval_generate", GenerateOptions)):
-        if isinstance(own.get(key), dict):
-            own[key], more = _attempt(where, _make_section, kind, own[key], where, key)
+        if isinstance(fields.get(key), dict):
+            fields[key], more = _attempt(where, _make_section, kind, fields[key], where, key)
             faults += more
-    task, more = _attempt(where, lambda: Task(name=name, **own))
+    task, more = _attempt(where, lambda: Task(name=name, **fields))
     for fault in more:
         # Faults that only come from a stand-in for an invalid value are not the user's.
         is_of_rows = without_rows and fault.where.endswith(_OF_ROWS)
-        if not is_of_rows and not (own.get("peft_config", "") is None and "peft_config" in fault.where):
+        if not is_of_rows and not (fields.get("peft_config", "") is None and "peft_config" in fault.where):
             faults.append(fault)
     return (None, faults) if faults else (task, [])
 

@@ -207,23 +207,23 @@ def _rows(
         for place, entry in enumerate(entries if isinstance(entries, list) else [entries]):
             where, more = f"{key}.{place}", list[Fault]()
             if tool == "LLaMA-Factory":
-                found = _described(entry, key, given.get("dataset_dir") or "data", folder, notes, more)
+                source = _described(entry, key, given.get("dataset_dir") or "data", folder, notes, more)
             else:
-                found = _typed(entry, where, objective, folder, notes, more)
+                source = _typed(entry, where, objective, folder, notes, more)
             faults += [fault for fault in more if fault not in faults]
             if more:
                 continue
-            if rows and found["row_format"] != rows["row_format"]:
-                notes.append(f"{where} {found['dataset']}: a task has rows of one format; give it a task of its own")
+            if rows and source["row_format"] != rows["row_format"]:
+                notes.append(f"{where} {source['dataset']}: a task has rows of one format; give it a task of its own")
             elif not is_training and (place or not rows):
-                notes.append(f"{where} {found['dataset']}: a task has one eval_dataset")
+                notes.append(f"{where} {source['dataset']}: a task has one eval_dataset")
             elif not is_training:
-                rows |= {"eval_dataset": found["dataset"], "eval_split": found["split"]}
+                rows |= {"eval_dataset": source["dataset"], "eval_split": source["split"]}
             elif not rows:
-                rows = found
+                rows = source
             else:  # joined, as there
                 parts = rows["dataset"] if isinstance(rows["dataset"], list) else [_part(rows)]
-                rows = {"dataset": [*parts, _part(found)], "row_format": rows["row_format"]}
+                rows = {"dataset": [*parts, _part(source)], "row_format": rows["row_format"]}
     return {f"task.{name}": value for name, value in rows.items() if value}
 
 

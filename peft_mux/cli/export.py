@@ -56,15 +56,15 @@ def export(arguments: argparse.Namespace) -> int:
         return 0
     # Without a task: the command that serves all adapters with vLLM, and why it does not serve the others.
     refused = {
-        name: reason for name, one in adapters.items() if name not in left_out and (reason := _reason_against(one))
+        name: reason for name, entry in adapters.items() if name not in left_out and (reason := _reason_against(entry))
     }
-    served = {name: one for name, one in adapters.items() if name not in refused and name not in left_out}
+    served = {name: entry for name, entry in adapters.items() if name not in refused and name not in left_out}
     command = ""
     if served:
-        rank = max(one["r"] for one in served.values())
+        rank = max(entry["r"] for entry in served.values())
         max_rank = next((allowed for allowed in _RANKS if allowed >= rank), rank)
         base = next(iter(served.values())).get("base_model_name_or_path") or "BASE_MODEL"
-        modules = " ".join(f"{name}={shlex.quote(str(one['folder']))}" for name, one in served.items())
+        modules = " ".join(f"{name}={shlex.quote(str(entry['folder']))}" for name, entry in served.items())
         command = (
             f"vllm serve {shlex.quote(base)} --enable-lora --max-loras {len(served)} --max-lora-rank {max_rank} "
             f"--lora-modules {modules}"
@@ -83,20 +83,20 @@ def export(arguments: argparse.Namespace) -> int:
 
 def adapters_of(root: Path) -> dict[str, dict[str, Any]]:
     """Return the configuration of each task's adapter in a run folder, with its folder under "folder"."""
-    found = {}
+    adapters = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if all((folder / name).is_file() for name in _FILES):
             try:
                 config = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
-                found[folder.name] = {**config, "folder": folder}
+                adapters[folder.name] = {**config, "folder": folder}
             except (OSError, ValueError, TypeError) as error:
                 raise ConfigError(
                     f"{folder / _FILES[0]} must be a file that PEFT wrote, but cannot be read ({error}). "
                     "Copy the adapter from its last checkpoint, or move its folder away."
                 ) from error
-    if not found:
+    if not adapters:
         raise ConfigError(f"run must be the output_dir of a run, got {str(root)!r}, which holds no adapters.")
-    return found
+    return adapters
 
 
 def _reason_against(config: dict[str, Any]) -> str:
@@ -113,7 +113,7 @@ def _reason_against(config: dict[str, Any]) -> str:
     return f"its rank {config['r']} is above {_RANKS[-1]}" if config["r"] > _RANKS[-1] else ""
 
 
-def _merge(one: dict[str, Any], output: Path) -> None:
+def _merge(adapter: dict[str, Any], output: Path) -> None:
     """Merge an adapter into its backbone, and write the whole model."""
     import transformers
     from peft import PeftModel
@@ -121,17 +121,17 @@ def _merge(one: dict[str, Any], output: Path) -> None:
     from peft_mux.modeling.adapters.files import saved_num_labels
     from peft_mux.modeling.backbone.modules import head_kind_for
 
-    base = one.get("base_model_name_or_path")
+    base = adapter.get("base_model_name_or_path")
     if not base:
         raise ConfigError(
             "export needs the adapter of a named model, got one whose configuration has no base_model_name_or_path."
         )
-    kind = getattr(transformers, head_kind_for(one.get("task_type")).auto_class)
+    kind = getattr(transformers, head_kind_for(adapter.get("task_type")).auto_class)
     try:
-        number = saved_num_labels(one["folder"])
+        number = saved_num_labels(adapter["folder"])
         options = {} if number is None else {"num_labels": number}
-        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto", **options), str(one["folder"]))
+        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto", **options), str(adapter["folder"]))
         model.merge_and_unload().save_pretrained(output)
         transformers.AutoTokenizer.from_pretrained(base).save_pretrained(output)
     except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
-        raise ConfigError(f"export: {one['folder']} cannot be merged: {error}") from error
+        raise ConfigError(f"export: {adapter['folder']} cannot be merged: {error}") from error

@@ -35,7 +35,7 @@ def show_status(arguments: argparse.Namespace) -> int:
         tasks = {
             one.name: {**{name: getattr(one, name) for name in _SHOWN}, "token_share": one.share} for one in view.tasks
         }
-        found = {
+        status = {
             "run": str(root),
             "trained_by": keeper or None,
             "loading": loading or None,
@@ -43,7 +43,7 @@ def show_status(arguments: argparse.Namespace) -> int:
             "tasks": tasks,
             "requests": [{"request": name, **request} for name, request in requests],
         }
-        print(json.dumps(found, indent=1, default=str))
+        print(json.dumps(status, indent=1, default=str))
         return 0
     lines = [f"{one.name}: {one.reason}" for one in view.tasks if one.reason]
     does = f"is loading the {loading} of the run" if loading else "trains"
@@ -59,7 +59,7 @@ def view_of_folder(root: Path) -> RunView:
     """Return the view of a run's tasks that its folder has."""
     try:
         tasks = json.loads(read_regular(root / "config.json"))["tasks"]
-        num_steps = {name: int(own["num_steps"]) for name, own in tasks.items()}
+        num_steps = {name: int(entry["num_steps"]) for name, entry in tasks.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         num_steps = {}
     path = root / METRICS_NAME

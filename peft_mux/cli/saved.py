@@ -58,7 +58,7 @@ def generate(arguments: argparse.Namespace) -> int:
     )
     trainer.load_adapters(root)
     metrics = read_metrics(root / METRICS_NAME) if (root / METRICS_NAME).is_file() else []
-    chats = {own["task"] for own in metrics if own.get("data_format") == DataFormat.MESSAGES}
+    chats = {line["task"] for line in metrics if line.get("data_format") == DataFormat.MESSAGES}
     requests = []
     for name in adapters:
         is_chat = name in chats if arguments.chat is None else arguments.chat
@@ -84,8 +84,8 @@ def generate(arguments: argparse.Namespace) -> int:
     texts = arguments.prompts * len(adapters)
     if arguments.json:
         rows = [
-            {"task": own.task, "prompt": text, "completion": own.text, "finish_reason": own.finish_reason}
-            for own, text in zip(completions, texts, strict=True)
+            {"task": each.task, "prompt": text, "completion": each.text, "finish_reason": each.finish_reason}
+            for each, text in zip(completions, texts, strict=True)
         ]
         print(json.dumps(rows, indent=1))
         return 0
@@ -95,9 +95,9 @@ def generate(arguments: argparse.Namespace) -> int:
     width = max(map(len, adapters))
     for prompt in arguments.prompts:
         print(wrapped(printable(prompt), window_width()))
-        for own, text in zip(completions, texts, strict=True):
+        for each, text in zip(completions, texts, strict=True):
             if text == prompt:
-                print(wrapped(f"  {own.task:<{width}}  {printable(str(own.text))}", window_width()))
+                print(wrapped(f"  {each.task:<{width}}  {printable(str(each.text))}", window_width()))
     return 0
 
 
@@ -113,8 +113,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"eval needs {path}, which peft-mux train writes. For a run of a script: trainer.evaluate().")
     changes = {f"run.{key}": value for key, value in _ALONE.items()}
     if arguments.data is not None:
-        own = {"eval_dataset": str(Path(arguments.data).absolute()), "eval_split": None, "val_size": None}
-        changes |= {f"tasks.{name}.{key}": value for name in adapters for key, value in own.items()}
+        given = {"eval_dataset": str(Path(arguments.data).absolute()), "eval_split": None, "val_size": None}
+        changes |= {f"tasks.{name}.{key}": value for name in adapters for key, value in given.items()}
     config = read_config(path, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     tasks = [task for task in config.tasks if task.name in adapters and task.eval_dataset is not None]
     lacking = [name for name in arguments.tasks if name not in ("all", *(task.name for task in tasks))]
@@ -131,13 +131,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.harness:
         for name in adapters:
             metrics[name] |= _harness(config.model, root / name, arguments.harness)
-    metrics = {name: own for name, own in metrics.items() if own}
+    metrics = {name: values for name, values in metrics.items() if values}
     if arguments.json:
         print(json.dumps(metrics, indent=1))
         return 0
-    columns = list(dict.fromkeys(metric for own in metrics.values() for metric in own))
+    columns = list(dict.fromkeys(metric for values in metrics.values() for metric in values))
     table = [["task", *columns]]
-    table += [[name, *(f"{own[key]:.4f}" if key in own else "-" for key in columns)] for name, own in metrics.items()]
+    table += [[name, *(f"{row[key]:.4f}" if key in row else "-" for key in columns)] for name, row in metrics.items()]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     for first, *cells in table:
         print("  ".join([first.ljust(widths[0]), *(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))]))
@@ -154,8 +154,8 @@ def _harness(model: str, adapter: Path, benchmarks: str) -> dict[str, float]:
     results = lm_eval.simple_evaluate(model="hf", model_args=options, tasks=benchmarks.split(","))["results"]
     return {
         f"{benchmark}/{metric}": value
-        for benchmark, own in results.items()
-        for metric, value in own.items()
+        for benchmark, metrics in results.items()
+        for metric, value in metrics.items()
         if isinstance(value, float)
     }
 
@@ -167,4 +167,4 @@ def _chosen(root: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         if name not in (*adapters, "all"):
             hint = closest(name, list(adapters))
             raise ConfigError(f"--task must be one of {', '.join(adapters)}, got {name!r}. {hint}".rstrip())
-    return {name: own for name, own in adapters.items() if not names or name in names or "all" in names}
+    return {name: adapter for name, adapter in adapters.items() if not names or name in names or "all" in names}

@@ -54,14 +54,14 @@ def init(arguments: argparse.Namespace) -> int:
     if path.exists():
         raise ConfigError(f"init must write a new file, got {path}, which exists. Choose another name.")
     data = arguments.data or ["data/first.jsonl", "data/second.jsonl"]
-    names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
+    names = [Path(file).stem.replace(".", "-").replace(" ", "-") for file in data]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"init: files must have different names, because tasks are named after them, got {', '.join(data)}."
         )
     raise_faults([fault for name in names if (fault := name_fault(name)) is not None])
     check_task_names(names)
-    tasks = "".join(f"  {name}: {{dataset: {json.dumps(one)}}}\n" for name, one in zip(names, data, strict=True))
+    tasks = "".join(f"  {name}: {{dataset: {json.dumps(file)}}}\n" for name, file in zip(names, data, strict=True))
     bf16 = str(_may_have_gpu()).lower()
     filled = _FILE.format(file=path, model=arguments.model, output_dir=f"runs/{path.stem}", bf16=bf16, tasks=tasks)
     write_file(path, filled.encode())
@@ -95,7 +95,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             kernels = "torch, as Triton's do not run"
         else:
             kernels = "triton"
-    found = {
+    facts = {
         "python": f"{platform.python_version()} on {platform.platform()}",
         "versions": {name: installed_version(name) or "not installed" for name in _PACKAGES},
         "devices": devices or [f"cpu, {os.cpu_count()} cores"],
@@ -105,13 +105,13 @@ def doctor(arguments: argparse.Namespace) -> int:
         "amiss": amiss,
     }
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(facts, indent=1))
         return 1 if amiss else 0
-    for key, value in found.items():
+    for key, value in facts.items():
         if isinstance(value, list):
             value = "; ".join(map(str, value)) or "nothing"
         elif isinstance(value, dict):
-            value = ", ".join(f"{name} {own}" for name, own in value.items())
+            value = ", ".join(f"{name} {part}" for name, part in value.items())
         print(wrapped(f"{key:<10}  {value}", window_width()))
     return 1 if amiss else 0
 

@@ -30,13 +30,13 @@ def validate(arguments: argparse.Namespace) -> int:
     """
     # It has read the rows and no weights.
     trainer = make_trainer(read_config(arguments.file, arguments.overrides))
-    found = {run.name: rows_of_task(run, trainer.processing_class) for run in trainer.table}
+    tasks = {run.name: rows_of_task(run, trainer.processing_class) for run in trainer.table}
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(tasks, indent=1))
     else:
-        for name, one in found.items():
-            print(_text(name, one, is_coloured=sys.stdout.isatty()))
-    return 1 if any(one["in_both"] for one in found.values()) else 0
+        for name, rows in tasks.items():
+            print(_text(name, rows, is_coloured=sys.stdout.isatty()))
+    return 1 if any(rows["in_both"] for rows in tasks.values()) else 0
 
 
 def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
@@ -111,34 +111,34 @@ def _sample(sequence: Any, tokenizer: Any) -> list[tuple[str, bool]]:
     return pieces
 
 
-def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
-    lines = [f"{name}  {counted(one['steps'], 'step')} of {counted(one['batch'], 'row')}"]
-    for split, own in one["splits"].items():
+def _text(name: str, rows: dict[str, Any], *, is_coloured: bool) -> str:
+    lines = [f"{name}  {counted(rows['steps'], 'step')} of {counted(rows['batch'], 'row')}"]
+    for split, of in rows["splits"].items():
         lines.append(
-            f"  {split}: {own['kept']:,} of {own['rows']:,} rows ({own['format']}), {own['tokens']:,} tokens; "
-            f"lengths {own['shortest']} to {own['longest']}, median {own['median']}, "
-            f"95 % up to {own['longest_of_95_percent']}, limit {own['limit']}; cut {own['cut_share']:.1%}, "
-            f"left out {own['left_out_share']:.1%}, without loss {own['masked_share']:.1%} of the tokens"
+            f"  {split}: {of['kept']:,} of {of['rows']:,} rows ({of['format']}), {of['tokens']:,} tokens; "
+            f"lengths {of['shortest']} to {of['longest']}, median {of['median']}, "
+            f"95 % up to {of['longest_of_95_percent']}, limit {of['limit']}; cut {of['cut_share']:.1%}, "
+            f"left out {of['left_out_share']:.1%}, without loss {of['masked_share']:.1%} of the tokens"
         )
-        bins = own["histogram"]
-        most, width = max(one["rows"] for one in bins), len(str(bins[-1]["to"]))
-        for one_bin in bins if len(bins) > 1 else ():
-            bar = "#" * -(-_BAR * one_bin["rows"] // most)
-            bounds = f"{one_bin['from']:>{width}} to {one_bin['to']:>{width}}"
-            lines.append(f"    {bounds}  {bar:<{_BAR}}  {one_bin['rows']:,}")
-    if (end := one["end_of_sequence"]) is not None:
+        bins = of["histogram"]
+        most, width = max(each["rows"] for each in bins), len(str(bins[-1]["to"]))
+        for each in bins if len(bins) > 1 else ():
+            bar = "#" * -(-_BAR * each["rows"] // most)
+            bounds = f"{each['from']:>{width}} to {each['to']:>{width}}"
+            lines.append(f"    {bounds}  {bar:<{_BAR}}  {each['rows']:,}")
+    if (end := rows["end_of_sequence"]) is not None:
         line = f"  end of sequence {end['token']}: trained in {end['trained']:,} of {end['rows']:,} rows"
         if end["trained"] < end["rows"]:
             line += "; rows without it teach no end: max_length cuts it off, or chat template or input_ids lack it"
         lines.append(line)
-    if one["in_both"]:
-        lines.append(f"  {one['in_both']:,} held-out rows are trained on as well: take them out of train_dataset")
+    if rows["in_both"]:
+        lines.append(f"  {rows['in_both']:,} held-out rows are trained on as well: take them out of train_dataset")
     if is_coloured:
         meaning = "green carries loss"
-        shown = "".join(f"{_TARGET if is_target else _OTHER}{text}{_END}" for text, is_target in one["sample"])
+        shown = "".join(f"{_TARGET if is_target else _OTHER}{text}{_END}" for text, is_target in rows["sample"])
     else:
         meaning = "[...] carries loss"
-        shown = "".join(f"[{text}]" if is_target else text for text, is_target in one["sample"])
+        shown = "".join(f"[{text}]" if is_target else text for text, is_target in rows["sample"])
     width = window_width()
     sample = [f"    {line}" for line in shown.split("\n")]
     if not is_coloured:  # a terminal wraps the coloured text itself

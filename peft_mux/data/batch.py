@@ -248,8 +248,8 @@ class MuxBatch:
             # Sorted by row and therefore by task. Labels are token ids or token classes.
             labels_M = labels[self.target_rows.cpu().numpy()]
             keys = rows_M * (int(labels_M.max()) + 1) + labels_M
-            found, first_P, pair_M = np.unique(keys, return_index=True, return_inverse=True)
-            if len(found) < len(keys):
+            distinct, first_P, pair_M = np.unique(keys, return_index=True, return_inverse=True)
+            if len(distinct) < len(keys):
                 offsets = tuple(np.searchsorted(rows_M[first_P], task_offsets).tolist())
                 pairs = TargetPairs(torch.from_numpy(first_P), torch.from_numpy(pair_M), offsets)
         shared = SharedRows(
@@ -298,11 +298,11 @@ class MuxBatch:
         rows = [self.row_offsets[task : task + 2] for task in tasks]
         columns = []
         for task, (first, last) in zip(tasks, pairwise(sequence_offsets), strict=True):
-            own = [
+            chosen = [
                 (start - self.target_offsets[task], end - self.target_offsets[task])
                 for start, end in targets[first:last]
             ]
-            columns.append({name: _chosen(values, own) for name, values in self.target_columns[task].items()})
+            columns.append({name: _chosen(values, chosen) for name, values in self.target_columns[task].items()})
         of_tasks: dict[str, Any] = {
             name: tuple(getattr(self, name)[task] for task in tasks if getattr(self, name)) for name in _OF_TASKS
         }
@@ -348,7 +348,7 @@ class MuxBatch:
 
         moved = {field.name: move(getattr(self, field.name)) for field in fields(self)}
         for name in ("target_columns", "row_values"):
-            moved[name] = tuple({key: move(value) for key, value in own.items()} for own in getattr(self, name))
+            moved[name] = tuple({key: move(value) for key, value in columns.items()} for columns in getattr(self, name))
         return replace(self, **moved)
 
 

@@ -74,8 +74,8 @@ class ChunkPackingCollator:
                 sequence = TokenSequence(ids, labels, index, class_label=row.get("label"), token_columns=columns)
                 sequences.append(with_virtual_tokens(sequence, self.virtual_labels.get(name, ())))
                 named, first = (
-                    ", ".join(f"{name} {['L', *values.shape[1:]]}" for name, values in one.token_columns.items())
-                    for one in (sequences[-1], sequences[0])
+                    ", ".join(f"{name} {['L', *values.shape[1:]]}" for name, values in compared.token_columns.items())
+                    for compared in (sequences[-1], sequences[0])
                 )
                 if named != first:
                     got = f"columns of tokens {named or 'none'}, where the first row has {first or 'none'}"
@@ -117,16 +117,16 @@ class ChunkPackingCollator:
         rows = list(map(TaskRows, lengths, chosen, stay_whole, tries))
         passes = cut_into_passes(rows, self.rules, bound=max_tokens, num_passes=num_passes)
         # Computed from all rows even if only some are laid out, so that all processes use the same size.
-        chunk_size = self.rules.size([length for own in lengths for length in own]) if self.pad_to_chunks else None
+        chunk_size = self.rules.size([length for rows in lengths for length in rows]) if self.pad_to_chunks else None
         # In data order, not in stream order, so that packing does not change dropout masks.
-        places = [np.cumsum([0, *own]) for own in lengths]
+        places = [np.cumsum([0, *rows]) for rows in lengths]
         totals = [batch_totals(batch) for batch in batches]
         weights = []
-        for batch, own, stays_whole in zip(batches, totals, stay_whole, strict=True):
+        for batch, counts, stays_whole in zip(batches, totals, stay_whole, strict=True):
             # Divided by the terms of the global batch, so that the losses of its micro-batches add up to its mean. If
             # each target is one term, `num_target_tokens` is their number.
             is_counted = batch.totals is None and not stays_whole
-            terms = own["num_target_tokens"] if is_counted else batch.num_targets
+            terms = counts["num_target_tokens"] if is_counted else batch.num_targets
             weights.append(1.0 / terms if terms else 0.0)
         micro_batches = []
         for members in passes:
@@ -134,8 +134,8 @@ class ChunkPackingCollator:
             # The rows of a task are contiguous, so that adapters work on slices (Dispatch, M §3.2).
             tasks = sorted({member.task for member in members})
             for task in tasks:
-                own = [member for member in members if member.task == task]
-                stream.add_task(batches[task], own, places[task], weights[task], totals[task])
+                of_task = [member for member in members if member.task == task]
+                stream.add_task(batches[task], of_task, places[task], weights[task], totals[task])
                 if chunk_size is not None:
                     stream.pad_task(chunk_size, int(places[task][-1]))
             micro_batches.append(stream.finish().sharing([tries[task] is not None for task in tasks]))
@@ -284,7 +284,9 @@ class _MicroBatchBuilder:
             class_labels = torch.tensor(filled, dtype=torch.float32 if is_value else torch.int64)
         if any(types is not None for types in self.types):
             pairs = zip(self.ids, self.types, strict=True)
-            token_types = np.concatenate([np.zeros(len(ids), np.int64) if own is None else own for ids, own in pairs])
+            token_types = np.concatenate(
+                [np.zeros(len(ids), np.int64) if given is None else given for ids, given in pairs]
+            )
         # All rows of a task have the same prompt.
         virtual_tokens = [batch.sequences[0].num_virtual_tokens for batch in self.batches]
         return MuxBatch(
@@ -319,17 +321,17 @@ class _MicroBatchBuilder:
 
 def _column(name: str, rows: list[tuple[TokenSequence, Member]]) -> torch.Tensor:
     """Return the values of a column at the targets of some rows, `[M, ...]`, in stream order."""
-    found = []
+    parts = []
     for sequence, member in rows:
         if sequence.labels_itself:  # never split
-            found.append(sequence.token_columns[name][sequence.labels != IGNORE_INDEX])
+            parts.append(sequence.token_columns[name][sequence.labels != IGNORE_INDEX])
             continue
         labels = sequence.labels.copy()
         labels[[first for first, _ in sequence.sequence_bounds]] = IGNORE_INDEX
         # The targets of the positions from `start` to `end` are the tokens after them.
         start, end = member.start + 1, member.end + 1
-        found.append(sequence.token_columns[name][start:end][labels[start:end] != IGNORE_INDEX])
-    return torch.from_numpy(np.concatenate(found))
+        parts.append(sequence.token_columns[name][start:end][labels[start:end] != IGNORE_INDEX])
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -184,7 +184,7 @@ def packed(sequences: Sequence[TokenSequence], max_length: int) -> list[TokenSeq
     rows = []
     for start in range(0, len(sequences), _ROWS_PACKED_TOGETHER):
         block = sequences[start : start + _ROWS_PACKED_TOGETHER]
-        lengths = [len(one) - one.num_virtual_tokens for one in block]
+        lengths = [len(row) - row.num_virtual_tokens for row in block]
         packs = best_fit_decreasing(lengths, max_length, in_order_of_placing=True)
         rows += [joined([block[index] for index in pack]) for pack in packs]
     return rows

@@ -277,7 +277,7 @@ def _rendered(reader: RowTokenizer, prompt: Any, answers: list[Any], index: int)
         for answer, column in zip(answers, ("chosen", "rejected"), strict=True)
     ]
     for full in whole:
-        differing = (place for place, (one, other) in enumerate(zip(text, full, strict=False)) if one != other)
+        differing = (place for place, (char, other) in enumerate(zip(text, full, strict=False)) if char != other)
         text = text[: next(differing, min(len(text), len(full)))]
     return text, [full[len(text) :] for full in whole]
 
@@ -442,15 +442,15 @@ def with_mismatched(rows: tuple[TokenSequence, ...], limit: int) -> tuple[TokenS
         limit: maximum number of tokens of a sequence.
     """
     starts = [int(np.argmax(row.labels != IGNORE_INDEX)) for row in rows]
-    found = []
+    mismatched = []
     for number, row in enumerate(rows):
         other, start = rows[number - 1], starts[number]
         ids = np.concatenate((row.input_ids[:start], other.input_ids[starts[number - 1] :]))[:limit]
         labels = ids.copy()
         labels[:start] = IGNORE_INDEX
         ids, labels = np.concatenate((row.input_ids, ids)), np.concatenate((row.labels, labels))
-        found.append(replace(row, input_ids=ids, labels=labels, starts=(len(row),)))
-    return tuple(found)
+        mismatched.append(replace(row, input_ids=ids, labels=labels, starts=(len(row),)))
+    return tuple(mismatched)
 
 
 SINGLE_ROWS = RowForm(

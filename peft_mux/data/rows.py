@@ -133,7 +133,7 @@ class RowCells:
         Raises:
             DataError: if a column cannot be read; the message names the row and the column.
         """
-        found: dict[str, np.ndarray] = {}
+        read: dict[str, np.ndarray] = {}
         for name, column in columns.items():
             if row.get(name) is None:
                 if column.is_required or (column.requires and row.get(column.requires) is not None):
@@ -155,10 +155,10 @@ class RowCells:
             if column.is_ids:
                 if not np.array_equal(array, np.floor(array)):
                     raise self.error(index, name, "fractions or NaN", "token ids")
-                found[name] = values.astype(np.int64)
-                self.checked_ids(found[name].reshape(-1), index, name, empty_allowed=True)
+                read[name] = values.astype(np.int64)
+                self.checked_ids(read[name].reshape(-1), index, name, empty_allowed=True)
                 continue
-            found[name] = values = values.astype(np.float32)
+            read[name] = values = values.astype(np.float32)
             if not np.isfinite(values).all():
                 raise self.error(index, name, "a number that is not finite", "finite numbers")
             if column.is_non_negative and values.size and float(values.min()) < 0:
@@ -166,15 +166,15 @@ class RowCells:
             if column.is_logprob and values.size and float(values.max()) > _ROUNDING:
                 allowed = "natural logarithms of probabilities, at most 0"
                 raise self.error(index, name, str(values.max()), allowed)
-        for name in found:
-            if columns[name].excludes in found:
+        for name in read:
+            if columns[name].excludes in read:
                 got = f'a value together with "{columns[name].excludes}"'
                 raise self.error(index, name, got, "left out in that case")
             other = columns[name].requires
-            if other and found[other].shape != found[name].shape:
-                got = f"shape {list(found[name].shape)}"
-                raise self.error(index, name, got, f'of shape {list(found[other].shape)}, as "{other}"')
-        return found
+            if other and read[other].shape != read[name].shape:
+                got = f"shape {list(read[name].shape)}"
+                raise self.error(index, name, got, f'of shape {list(read[other].shape)}, as "{other}"')
+        return read
 
     # ------------------------------------------------------------------------------------------------------ messages
 

@@ -91,14 +91,14 @@ class ReadAhead(Generic[Item]):
         raise DataError(describe_error(error)) from error
 
 
-def _read(items: Iterator[Item], found: Future[Item]) -> None:
-    _unfinished.add(found)
+def _read(items: Iterator[Item], future: Future[Item]) -> None:
+    _unfinished.add(future)
     try:
-        found.set_result(next(items))
+        future.set_result(next(items))
     except BaseException as error:  # raised again in the waiting thread
-        found.set_exception(error)
+        future.set_exception(error)
     finally:
-        _unfinished.discard(found)
+        _unfinished.discard(future)
 
 
 @atexit.register
@@ -190,17 +190,17 @@ class StreamLoader(RowLoader):
             if self.shares_prefixes and self._last.trie is None:
                 self._last = replace(self._last, trie=prefix_trie(self._last.sequences))
             return self._last
-        found = -1
-        while found != step:
-            if step < self._next_step or found > step:
+        position = -1
+        while position != step:
+            if step < self._next_step or position > step:
                 # Because rows may be dropped, the position at which a step begins is unknown, so going back reads from
                 # the start. A forced interrupt between reading rows and counting them may also have lost some. The
                 # current reader must finish first, because both would use the same file or epoch of the stream.
                 self._rows.settle()
                 self._read_from_start()
             # Each skipped step has its own time limit, so seeking does not time out while rows arrive.
-            found, rows, self.report = self._rows.take()
-            self._next_step = found + 1
+            position, rows, self.report = self._rows.take()
+            self._next_step = position + 1
         self._last = self._task_batch(step, rows)
         return self._last
 

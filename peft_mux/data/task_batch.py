@@ -103,11 +103,12 @@ def joined(sequences: Sequence[TokenSequence]) -> TokenSequence:
     first = sequences[0]
     return replace(
         first,
-        input_ids=np.concatenate([one.input_ids for one in sequences]),
-        labels=np.concatenate([one.labels for one in sequences]),
+        input_ids=np.concatenate([sequence.input_ids for sequence in sequences]),
+        labels=np.concatenate([sequence.labels for sequence in sequences]),
         starts=tuple(accumulate(map(len, sequences[:-1]))),
         token_columns={
-            name: np.concatenate([one.token_columns[name] for one in sequences]) for name in first.token_columns
+            name: np.concatenate([sequence.token_columns[name] for sequence in sequences])
+            for name in first.token_columns
         },
     )
 
@@ -211,7 +212,7 @@ def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> Token
         filled = np.full((count, *values.shape[1:]), PLACEHOLDER_ID, dtype=values.dtype)
         if before is not None:
             filled[:] = before
-        return np.concatenate([part for own in np.split(values, starts) for part in (filled, own)])
+        return np.concatenate([part for row in np.split(values, starts) for part in (filled, row)])
 
     changed: dict[str, Any] = {
         field.name: spread(values)

@@ -202,10 +202,10 @@ def own_tokenizer(tokenizer: Any) -> Any:
     backend.encode_special_tokens = shared.encode_special_tokens
     for _, token in sorted(shared.get_added_tokens_decoder().items()):  # by id, so that each gets its id again
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-    own = copy.copy(tokenizer)
-    vars(own).update({name: copy.copy(it) for name, it in vars(own).items() if isinstance(it, (dict, list, set))})
-    own._tokenizer = backend
-    return own
+    copied = copy.copy(tokenizer)
+    vars(copied).update({name: copy.copy(it) for name, it in vars(copied).items() if isinstance(it, (dict, list, set))})
+    copied._tokenizer = backend
+    return copied
 
 
 class RowTokenizer(RowCells):
@@ -594,11 +594,11 @@ def _read_tagged(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
             got = "words with a slow tokenizer, which does not map tokens to words"
             raise reader.error(index, "tokens", got, "a fast tokenizer, or rows with input_ids and labels")
         encoded = reader.tokenizer(list(words), is_split_into_words=True)
-        found, before = [], None
+        tags, before = [], None
         for word in encoded.word_ids():
-            found.append(IGNORE_INDEX if word is None or word == before else int(classes[word]))
+            tags.append(IGNORE_INDEX if word is None or word == before else int(classes[word]))
             before = word
-        labels = np.asarray(found, dtype=np.int64)
+        labels = np.asarray(tags, dtype=np.int64)
         ids = reader.checked_ids(np.asarray(encoded["input_ids"], dtype=np.int64), index, "input_ids")
     kept = reader.cut_with_targets(ids, labels, index, first=0)
     if kept is None:

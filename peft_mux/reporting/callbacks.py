@@ -48,8 +48,8 @@ def hears_steps(callback: Any) -> bool:
     if isinstance(callback, TaskFlowCallback):
         return False
     # Methods of the instance, not of its class: a callback may get a method after it was made.
-    own = {event: getattr(getattr(callback, event, None), "__func__", None) for event in _STEP_EVENTS}
-    return any(method is not getattr(TrainerCallback, event) for event, method in own.items())
+    methods = {event: getattr(getattr(callback, event, None), "__func__", None) for event in _STEP_EVENTS}
+    return any(method is not getattr(TrainerCallback, event) for event, method in methods.items())
 
 
 class RunCallbacks:
@@ -177,8 +177,8 @@ class TaskCallbacks:
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
         # Without a flow callback the handler of transformers warns, and its own one would decide about saving.
-        own = [TaskFlowCallback(), *run.task.callbacks]
-        self.handler = CallbackHandler(own, model, processing_class, None, None)
+        callbacks = [TaskFlowCallback(), *run.task.callbacks]
+        self.handler = CallbackHandler(callbacks, model, processing_class, None, None)
         self.trackers = TaskTrackers(run, args)
 
     def use_model(self, model: Any) -> None:

@@ -77,7 +77,7 @@ def chart_svg(
         for split, points, is_held_out in (("train", task.losses, False), ("eval", task.eval_losses, True))
         if points
     ]
-    points = [point for _, own, _, _ in lines for point in own]
+    points = [point for _, line_points, _, _ in lines for point in line_points]
     if not points:
         return ""
     last = max(max(step for step, _ in points), 1)
@@ -268,7 +268,7 @@ def _metrics_html(view: RunView) -> str:
     charts, rows = [], [["metric", "task", "training rows", "held-out rows"]]
     for name in dict.fromkeys(name for task in tasks for name in task.metrics):
         curves = [(task, task.metrics.get(name, ((), ()))) for task in tasks]
-        drawn = [replace(task, losses=own, eval_losses=held_out) for task, (own, held_out) in curves]
+        drawn = [replace(task, losses=values, eval_losses=held_out) for task, (values, held_out) in curves]
         charts.append(chart_svg(name, drawn[:_MOST_LINES], what="value"))
         for task, both in curves:
             if any(both):
@@ -311,7 +311,7 @@ def page_html(
         chart = chart_svg(f"Loss of {which} {kind} tasks", first, width=760, height=280 if len(kinds) == 1 else 200)
         losses += f'<div class="wide">{chart}</div>{_line_legend(first)}'
     losses += f"<p class=note>Each task by itself:</p>{charts_html(view)}" if len(view.with_losses) > 1 else ""
-    measured = {f"process {one.rank}": {"measured": one.tensor_bytes} for one in report.records if one.tensor_bytes}
+    measured = {f"process {rank.rank}": {"measured": rank.tensor_bytes} for rank in report.records if rank.tensor_bytes}
     of_measured = (
         "Measured is the peak of the memory allocated on the GPU; on the host, the weights and what a process took "
         "while it trained, because plans do not count Python and its libraries."
@@ -343,8 +343,8 @@ def page_html(
     words.append(f"{counted(view.step, 'step')} of the run")
     words.append(f"{sum(row.num_tokens for row in rows):,} tokens")
     if report.records:
-        words.append(f"{time_text(max(one.seconds for one in report.records))} of training")
-        words.append(f"at most {bytes_text(max(one.peak_bytes for one in report.records))} of memory a process")
+        words.append(f"{time_text(max(rank.seconds for rank in report.records))} of training")
+        words.append(f"at most {bytes_text(max(rank.peak_bytes for rank in report.records))} of memory a process")
     headline = f"{', '.join(words)}. {remark}".strip()
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

@@ -78,8 +78,8 @@ class RunTimes:
                 tokens[task.name] = max(task.num_tokens - self._tokens.get(task.name, 0), 0)
             self._steps[task.name], self._tokens[task.name] = task.step, task.num_tokens
         total = sum(tokens.values())
-        for name, own in tokens.items():
-            self._own_seconds[name] += (now - self._last_s) * (own / total if total else 1 / len(tokens))
+        for name, task_tokens in tokens.items():
+            self._own_seconds[name] += (now - self._last_s) * (task_tokens / total if total else 1 / len(tokens))
         self._last_s = now
 
     def seconds(self, name: str) -> float:
@@ -149,7 +149,9 @@ class RunTimes:
 
     def own_code_s(self) -> dict[str, dict[str, float]]:
         """Return the seconds of each task's own code by kind, for tasks whose own code took `CALL_LIMIT_S` or more."""
-        return {task: dict(own) for task, own in self._own_code_s.items() if sum(own.values()) >= CALL_LIMIT_S}
+        return {
+            task: dict(seconds) for task, seconds in self._own_code_s.items() if sum(seconds.values()) >= CALL_LIMIT_S
+        }
 
     def forget_own_code(self, task: str) -> None:
         """Drop what was counted for a task that leaves."""
@@ -211,7 +213,7 @@ class PassReport:
         if planned is None:
             return report
         tasks = [one.tasks for one in planned] == [batch.task_names for batch in micro_batches]
-        own = [batch.num_computed - batch.num_padding_tokens for batch in micro_batches]
+        pass_tokens = [batch.num_computed - batch.num_padding_tokens for batch in micro_batches]
         expected = [one.tokens for one in planned]
         return replace(
             report,
@@ -219,10 +221,10 @@ class PassReport:
             planned_passes=self.planned_passes + len(planned),
             passes=self.passes + len(micro_batches),
             planned_tokens=self.planned_tokens + sum(expected),
-            tokens=self.tokens + sum(own),
+            tokens=self.tokens + sum(pass_tokens),
             same_number=self.same_number + (len(planned) == len(micro_batches)),
             same_tasks=self.same_tasks + tasks,
-            same_tokens=self.same_tokens + (tasks and own == expected),
+            same_tokens=self.same_tokens + (tasks and pass_tokens == expected),
         )
 
     def __str__(self) -> str:

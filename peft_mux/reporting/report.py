@@ -62,7 +62,9 @@ def banner_lines(
         notes += f", router_aux_loss_coef {_range(coefficients)}"
     elif hasattr(source.config.get_text_config(), "router_aux_loss_coef"):
         notes += ", routers without a balancing loss"
-    adapter_parameters = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
+    adapter_parameters = [
+        sum(weight.numel() for weight in model.task_parameters(name).values()) for name in model.tasks
+    ]
     num_parameters = model.backbone.num_parameters() - sum(adapter_parameters)
     kernels = reason_against_kernels(args.device)
     fused = "; norms, RoPE and MLPs by Liger" if is_fused(model.backbone) else ""
@@ -282,11 +284,11 @@ class RunReport(str):
         num_rows = len(table)
         if max(map(len, table)) > width:
             # Without paths, which are listed once below, without columns that have no room, and with short names.
-            widths = {head: max(len(own[head]) for own in cells) for head in cells[0] if head != "adapter"}
+            widths = {head: max(len(row[head]) for row in cells) for head in cells[0] if head != "adapter"}
             least = min(_LEAST_NAME, widths.pop("task"))
             room = max(least, drop_columns(widths, _FIRST_TO_GO, width, least))
             table = _table(
-                [{"task": shortened(own["task"], room), **{head: own[head] for head in widths}} for own in cells]
+                [{"task": shortened(row["task"], room), **{head: row[head] for head in widths}} for row in cells]
             )
             folders = dict.fromkeys(row.place.parent for row in self.rows if row.place is not None)
             table += [f"adapters are in {folder}/TASK" for folder in folders]
@@ -299,15 +301,15 @@ class RunReport(str):
         """Return the report as a table, and its lines as text."""
         html = []
         reasons = ["", *(row.reason for row in self.rows)]
-        for own, reason in zip(_cells(self.rows, self.is_interrupted), reasons, strict=True):
+        for cells, reason in zip(_cells(self.rows, self.is_interrupted), reasons, strict=True):
             tag = "td" if html else "th"
             row = "".join(
                 f'<{tag} style="{_STYLES.get(head, "text-align:right;white-space:nowrap")}">{escape(cell)}</{tag}>'
-                for head, cell in own.items()
+                for head, cell in cells.items()
             )
             html.append(f"<tr>{row}</tr>")
             if reason:
-                cell = f'<td style="text-align:left" colspan="{len(own)}">{escape(reason)}</td>'
+                cell = f'<td style="text-align:left" colspan="{len(cells)}">{escape(reason)}</td>'
                 html.append(f'<tr class="reason">{cell}</tr>')
         below = "\n".join([*_process_lines(self.records), "", *self._notes]).strip("\n")
         lines = f"<pre style='white-space:pre-wrap'>{escape(below)}</pre>" if below else ""
@@ -343,7 +345,7 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[dict[str, st
 
 def _table(cells: Sequence[Mapping[str, str]]) -> list[str]:
     left = [column for column, head in enumerate(cells[0] if cells else ()) if head in _TO_THE_LEFT]
-    return aligned([list(own.values()) for own in cells], left)
+    return aligned([list(row.values()) for row in cells], left)
 
 
 def _process_lines(records: Sequence[RankRecord]) -> list[str]:
@@ -351,9 +353,9 @@ def _process_lines(records: Sequence[RankRecord]) -> list[str]:
     if len(records) < 2:
         return []
     rows = [
-        f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>9.1f}  "
-        f"{one.peak_bytes / 2**20:>8,.0f}  {one.part}"
-        for one in records
+        f"{record.rank:>4}  {record.tokens:>12,}  {record.seconds:>9.1f}  {record.waited_seconds:>9.1f}  "
+        f"{record.peak_bytes / 2**20:>8,.0f}  {record.part}"
+        for record in records
     ]
     return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'waiting':>9}  {'peak MiB':>8}  part", *rows]
 

@@ -112,10 +112,10 @@ class RunLog:
 
     def record_own_code(self, tasks: Iterable[str] | None = None) -> None:
         """Record the seconds of the own code of tasks (by default of all), if they are 1 or more for a task."""
-        for task, own in self.times.own_code_s().items():
+        for task, spent_s in self.times.own_code_s().items():
             if tasks is None or task in tasks:
-                seconds = {f"{kind}_s": seconds for kind, seconds in own.items()}
-                self.event("delay_total", task=task, total_s=sum(own.values()), **seconds)
+                seconds = {f"{kind}_s": seconds for kind, seconds in spent_s.items()}
+                self.event("delay_total", task=task, total_s=sum(spent_s.values()), **seconds)
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""
@@ -173,12 +173,12 @@ class RunLog:
             loss, statistics = run.loss_mean.read((*names, STATISTIC) if run.router_coefficient else names)
             if loss is None:
                 continue
-            own = {"loss": loss, "grad_norm": run.last_gradient_norm, "learning_rate": run.last_learning_rate}
-            own |= statistics
-            self.numbers(run, "train", own)
+            values = {"loss": loss, "grad_norm": run.last_gradient_norm, "learning_rate": run.last_learning_rate}
+            values |= statistics
+            self.numbers(run, "train", values)
             losses[run.name] = loss
             lines += [_line_of(run, statistics)] if statistics else []
-            logs |= _prefixed(run.name, own)
+            logs |= _prefixed(run.name, values)
         if not logs:
             return
         words = [f"step {self.state.global_step}", *(f"{name} {loss:.4f}" for name, loss in losses.items())]
@@ -238,11 +238,11 @@ class RunLog:
             if run.loader in self._begun_rows:
                 continue
             self._begun_rows.add(run.loader)
-            own = {"train_dataset": run.loader.report}
-            own |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
-            for split, report in own.items():
+            by_split = {"train_dataset": run.loader.report}
+            by_split |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
+            for split, report in by_split.items():
                 self._write_rows(run, split, report)
-            reports += [report for report in own.values() if report.remarks]
+            reports += [report for report in by_split.values() if report.remarks]
             lines += [run.sharing_remark] if run.sharing_remark else []
             rows = run.loader.report
             # Of a stream, the rows of the first step are known.

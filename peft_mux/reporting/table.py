@@ -105,7 +105,7 @@ def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plai
     longest = max([len(task.name) for task in tasks] + [4])
     titles = {"share": f"of {share_of}"}
     columns = [name for name in cells[0] if name != "share" or share_of] if cells else []
-    widths = {name: max(len(titles.get(name, name)), *(len(own[name]) for own in cells)) for name in columns}
+    widths = {name: max(len(titles.get(name, name)), *(len(line[name]) for line in cells)) for name in columns}
     # Shares are shown if no name is cut for them, and a bar remains.
     drop_columns(widths, ["share"], width, longest + _GAP + _LEAST_BAR)
     least = min(longest, _LEAST_NAME) + (_GAP + _LEAST_BAR if width >= _LEAST_WIDTH_OF_BAR else 0)
@@ -121,7 +121,7 @@ def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plai
         table.add_column("done", width=bar, **options)
     for name in [name for name in widths if name != "status"]:
         table.add_column(titles.get(name, name), justify="right", **options)
-    for task, own in zip(tasks, cells, strict=True):
+    for task, line in zip(tasks, cells, strict=True):
         row: list[RenderableType] = [
             Text(shortened(task.name, name_width, ".." if is_plain else "…")),
             Text(task.status, style=_STYLES.get(task.status, "")),
@@ -132,7 +132,7 @@ def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plai
         elif bar:
             style = _BAR_STYLES.get(task.status, "green")
             row.append(ProgressBar(task.num_steps, task.step, complete_style=style, finished_style=style))
-        table.add_row(*row, *(own[name] for name in widths if name != "status"))
+        table.add_row(*row, *(line[name] for name in widths if name != "status"))
     return table
 
 
@@ -141,8 +141,8 @@ def _one_line(text: str) -> str:
 
 
 def _counts(tasks: Sequence[TaskView]) -> str:
-    found = [(status, sum(task.status == status for task in tasks)) for status in _FIRST]
-    return ", ".join(f"{count} {status}" for status, count in found if count)
+    counts = [(status, sum(task.status == status for task in tasks)) for status in _FIRST]
+    return ", ".join(f"{count} {status}" for status, count in counts if count)
 
 
 def table_text(view: RunView, width: int = 80) -> str:

@@ -80,7 +80,7 @@ def drop_columns(widths: dict[str, int], first_to_go: Iterable[str], width: int,
         width: characters of a row.
         least: characters that the name needs.
     """
-    room = width - sum(own + 2 for own in widths.values())
+    room = width - sum(column + 2 for column in widths.values())
     for name in first_to_go:
         if room < least and name in widths:
             room += widths.pop(name) + 2
@@ -294,7 +294,7 @@ def metrics_of(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, C
     """
     names = dict.fromkeys(key.removeprefix("eval_") for record in records for key in record)
     curves = {name: (curve_of(records, name), curve_of(records, f"eval_{name}")) for name in names}
-    return {name: own for name, own in curves.items() if any(own) and not _NO_METRIC.fullmatch(name)}
+    return {name: curve for name, curve in curves.items() if any(curve) and not _NO_METRIC.fullmatch(name)}
 
 
 class _Sample(NamedTuple):
@@ -446,15 +446,15 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 reached[task].append(step)
     tokens: dict[str, int] = {}
     tasks = []
-    for name, own in by_task.items():
-        losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
-        ends = [record for record in own if record["event"] == "status"]
+    for name, task_records in by_task.items():
+        losses, held_out = curve_of(task_records, "loss"), curve_of(task_records, "eval_loss")
+        ends = [record for record in task_records if record["event"] == "status"]
         step = max((step for step in reached[name] if isinstance(step, int)), default=0)
-        status = str(ends[-1].get("status")) if ends else "running" if own else "waiting"
-        found = [record.get("num_tokens") for record in own if record["event"] in ("train", "eval")]
-        tokens[name] = next((one for one in reversed(found) if isinstance(one, int) and one >= 0), 0)
+        status = str(ends[-1].get("status")) if ends else "running" if task_records else "waiting"
+        token_counts = [record.get("num_tokens") for record in task_records if record["event"] in ("train", "eval")]
+        tokens[name] = next((one for one in reversed(token_counts) if isinstance(one, int) and one >= 0), 0)
         samples: list[_Sample] = []
-        for record in own:
+        for record in task_records:
             if record["event"] in ("data", "status"):
                 samples.clear()  # it begins, possibly again in another process, or is resumed
             elif record["event"] == "train":
@@ -476,8 +476,8 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 eval_loss=held_out[-1][1] if held_out else None,
                 losses=losses,
                 eval_losses=held_out,
-                loss_kind=next((str(one["loss_kind"]) for one in own if one.get("loss_kind")), ""),
-                settings=next((str(one["settings"]) for one in own if one.get("settings")), ""),
+                loss_kind=next((str(one["loss_kind"]) for one in task_records if one.get("loss_kind")), ""),
+                settings=next((str(one["settings"]) for one in task_records if one.get("settings")), ""),
                 **rates,
             )
         )

@@ -185,16 +185,18 @@ def _longest_first(item: _Item) -> tuple[int, Member]:
 def _items(tasks: Sequence[TaskRows], capacity: int) -> list[_Item]:
     """Group the rows of all tasks: rows that share tokens form one item, up to `capacity` tokens."""
     items = []
-    for task, own in enumerate(tasks):
-        rows, trie = range(len(own.lengths)) if own.only is None else own.only, own.trie
+    for task, of_task in enumerate(tasks):
+        rows, trie = range(len(of_task.lengths)) if of_task.only is None else of_task.only, of_task.trie
         if trie is None:
             items += [
-                _Item((Member(task, row, 0, length),), length, length) for row in rows for length in (own.lengths[row],)
+                _Item((Member(task, row, 0, length),), length, length)
+                for row in rows
+                for length in (of_task.lengths[row],)
             ]
             continue
         alone = {row: trie.num_computed([row]) for row in rows}
         for bundle in trie.items(rows, capacity):
-            members = tuple(Member(task, row, 0, own.lengths[row]) for row in bundle)
+            members = tuple(Member(task, row, 0, of_task.lengths[row]) for row in bundle)
             items.append(_Item(members, trie.num_computed(bundle), max(alone[row] for row in bundle)))
     return items
 
@@ -224,20 +226,20 @@ def even_shares(
         >>> even_shares([[5, 3], [4]], 2)
         [[[0], []], [[1], [0]]]
     """
-    tasks = [TaskRows(own, trie=trie) for own, trie in zip(lengths, tries or [None] * len(lengths), strict=True)]
+    tasks = [TaskRows(rows, trie=trie) for rows, trie in zip(lengths, tries or [None] * len(lengths), strict=True)]
     total = sum(
-        sum(own.lengths) if own.trie is None else own.trie.num_computed(range(len(own.lengths))) for own in tasks
+        sum(rows.lengths) if rows.trie is None else rows.trie.num_computed(range(len(rows.lengths))) for rows in tasks
     )
     items = sorted(_items(tasks, math.ceil(total / num_replicas)), key=_longest_first)
     num_tokens = [0] * num_replicas
     rates = [1.0] * num_replicas if slowness is None else slowness
     shares: list[list[list[int]]] = [[[] for _ in lengths] for _ in range(num_replicas)]
     for members, length, _ in items:
-        done = [rate * (own + length) for rate, own in zip(rates, num_tokens, strict=True)]
+        done = [rate * (num + length) for rate, num in zip(rates, num_tokens, strict=True)]
         replica = done.index(min(done))
         num_tokens[replica] += length
         shares[replica][members[0].task] += [member.index for member in members]
-    return [[sorted(own) for own in share] for share in shares]
+    return [[sorted(rows) for rows in share] for share in shares]
 
 
 def cut_into_passes(
@@ -271,7 +273,7 @@ def cut_into_passes(
     capacity = min(bound, math.ceil(tokens / intended * _SLACK))
     if rules.split_long_sequences:  # do not split a row within the bound just to balance passes
         capacity = max(capacity, min(bound, max(item.longest for item in items)))
-    if any(own.trie is not None for own in tasks):  # the groups of rows depend on the capacity
+    if any(rows.trie is not None for rows in tasks):  # the groups of rows depend on the capacity
         items = _items(tasks, capacity)
     passes = _filled(tasks, items, rules, capacity)
     if len(passes) != intended and not any(_is_part(tasks, member) for members in passes for member in members):
@@ -368,18 +370,19 @@ def _is_part(tasks: Sequence[TaskRows], member: Member) -> bool:
 
 def _with_shared(tasks: Sequence[TaskRows], passes: list[list[Member]]) -> list[list[Member]]:
     """Set `shared` of the members of each pass."""
-    if all(own.trie is None for own in tasks):
+    if all(rows.trie is None for rows in tasks):
         return passes
-    found = []
+    changed = []
     for members in passes:
         computed: dict[tuple[int, int], int] = {}
         for task in {member.task for member in members}:
             if (trie := tasks[task].trie) is not None:
-                whole = [one.index for one in members if one.task == task and not _is_part(tasks, one)]
+                whole = [part.index for part in members if part.task == task and not _is_part(tasks, part)]
                 computed |= {(task, row): tokens for row, tokens in trie.computed(whole).items()}
-        own = [computed.get((one.task, one.index), one.num_tokens) for one in members]
-        found.append([one._replace(shared=one.num_tokens - tokens) for one, tokens in zip(members, own, strict=True)])
-    return found
+        tokens = [computed.get((part.task, part.index), part.num_tokens) for part in members]
+        pairs = zip(members, tokens, strict=True)
+        changed.append([part._replace(shared=part.num_tokens - num) for part, num in pairs])
+    return changed
 
 
 def _spread(items: Sequence[_Item], bound: int, num_passes: int) -> list[list[Member]]:
@@ -394,7 +397,7 @@ def _spread(items: Sequence[_Item], bound: int, num_passes: int) -> list[list[Me
             num_tokens.append(0)
         passes[least] += item.members
         num_tokens[least] += item.num_tokens
-    return [sorted(own) for own in passes if own]
+    return [sorted(members) for members in passes if members]
 
 
 def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules, capacity: int) -> list[list[Member]]:
@@ -406,7 +409,7 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
     if sum(item.num_tokens for item in items) <= capacity:
         return [sorted(member for item in items for member in item.members)]
     # Computed from all rows even if only some are laid out, so that all processes use the same size.
-    size = rules.size([length for own in tasks for length in own.lengths])
+    size = rules.size([length for rows in tasks for length in rows.lengths])
     packs: list[list[_Item]] = []
     parts: list[Member] = []
     alone: list[list[Member]] = []
@@ -422,12 +425,12 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
             parts += [Member(member.task, member.index, start, end) for start, end in bounds]
         else:
             alone.append([member])
-    for own in fitting:
+    for items in fitting:
         # Packs of about a quarter of a pass combine well across tasks.
-        longest = max((item.num_tokens for item in own), default=1)
+        longest = max((item.num_tokens for item in items), default=1)
         pack_capacity = min(capacity, max(longest, round_up(max(capacity // 4, 1), size)))
-        packed = best_fit_decreasing([item.num_tokens for item in own], pack_capacity)
-        packs += [[own[number] for number in pack] for pack in packed]
+        packed = best_fit_decreasing([item.num_tokens for item in items], pack_capacity)
+        packs += [[items[number] for number in pack] for pack in packed]
     pack_tokens = [sum(item.num_tokens for item in pack) for pack in packs]
     placed = best_fit_decreasing(pack_tokens, capacity, rooms=[capacity - part.num_tokens for part in parts])
     passes = [[member for pack in group for item in packs[pack] for member in item.members] for group in placed]

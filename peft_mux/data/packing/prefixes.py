@@ -74,8 +74,8 @@ class SortedRows(NamedTuple):
         common: list[int] = []
         # The common prefix of two rows is the shortest one between neighbours on the way from one to the other.
         since: list[int] = []
-        for index, own in zip(self.order, self.common, strict=True):
-            since.append(own)
+        for index, shared in zip(self.order, self.common, strict=True):
+            since.append(shared)
             if index in kept:
                 common.append(min(since) if order else 0)
                 order.append(index)
@@ -165,7 +165,7 @@ def shared_runs(lengths: Sequence[int], common: Sequence[int], min_tokens: int =
         if end - start >= max(min_tokens, 1):
             runs.append(Run(first, last, start, end, parent))
             start, parent = end, len(runs) - 1
-        todo += [(own, after, start, parent) for own, after in zip(cuts[-2::-1], cuts[:0:-1], strict=True)]
+        todo += [(cut, after, start, parent) for cut, after in zip(cuts[-2::-1], cuts[:0:-1], strict=True)]
     return runs
 
 
@@ -190,11 +190,11 @@ class RowTrie:
 
         Shared tokens are counted for the first of the rows that share them.
         """
-        found = dict.fromkeys(chosen, 0)
+        saved = dict.fromkeys(chosen, 0)
         order, runs = self._runs(chosen)
         for run in runs:
-            found[min(order[run.first : run.last])] += run.end - run.start
-        return found
+            saved[min(order[run.first : run.last])] += run.end - run.start
+        return saved
 
     def num_computed(self, chosen: Sequence[int]) -> int:
         """Return the number of tokens that the chosen rows compute if all are in one pass."""
@@ -209,10 +209,10 @@ class RowTrie:
                 continue
             # A row of several sequences joins the bundles of these sequences.
             joined: list[int] = []
-            for own in {id(bundle_of[row]): bundle_of[row] for row in order[run.first : run.last]}.values():
-                joined += own
+            for bundle in {id(bundle_of[row]): bundle_of[row] for row in order[run.first : run.last]}.values():
+                joined += bundle
             bundle_of |= dict.fromkeys(joined, joined)
-        return list({id(own): own for own in bundle_of.values()}.values())
+        return list({id(bundle): bundle for bundle in bundle_of.values()}.values())
 
     def items(self, chosen: Sequence[int], capacity: int) -> list[list[int]]:
         """Group the chosen rows into items for one pass or replica: bundles, or pieces of bundles that fit.
@@ -258,11 +258,11 @@ class RowTrie:
     def _runs(self, chosen: Sequence[int]) -> tuple[list[int], list[Run]]:
         """Return, for the sorted sequences of the chosen rows, the row of each sequence, and the runs."""
         wanted = set(chosen)
-        found = self.sequences
+        picked = self.sequences
         if len(wanted) < len(set(self.rows)):
-            found = found.of(index for index, row in enumerate(self.rows) if row in wanted)
-        lengths = [self.lengths[index] for index in found.order]
-        return [self.rows[index] for index in found.order], shared_runs(lengths, found.common, self.min_tokens)
+            picked = picked.of(index for index, row in enumerate(self.rows) if row in wanted)
+        lengths = [self.lengths[index] for index in picked.order]
+        return [self.rows[index] for index in picked.order], shared_runs(lengths, picked.common, self.min_tokens)
 
 
 def row_trie(rows: Sequence[Sequence[np.ndarray]], *, min_tokens: int = MIN_RUN_TOKENS) -> RowTrie | None:
@@ -350,21 +350,21 @@ def build_prefix_tree(
     for index, group in enumerate(groups):
         if group is not None:
             members.setdefault(group, []).append(index)
-    shared = [own for own in members.values() if any_share_prefix([sequences[index] for index in own], min_tokens)]
+    shared = [rows for rows in members.values() if any_share_prefix([sequences[index] for index in rows], min_tokens)]
     if not shared:
         return None
     # Each branch: its first sequence, start and end within it, all its sequences, and the key (first sequence, start)
     # of its parent. Sorting by key puts parents before children.
     branches: list[tuple[int, int, int, tuple[int, ...], tuple[int, int] | None]] = []
-    for own in shared:
-        sorted_rows = sort_rows([sequences[index] for index in own])
-        order = [own[index] for index in sorted_rows.order]
+    for rows in shared:
+        sorted_rows = sort_rows([sequences[index] for index in rows])
+        order = [rows[index] for index in sorted_rows.order]
         keys: list[tuple[int, int]] = []
         for run in shared_runs([len(sequences[index]) for index in order], sorted_rows.common, min_tokens):
             of_run = tuple(order[run.first : run.last])
             keys.append((min(of_run), run.start))
             branches.append((*keys[-1], run.end, of_run, None if run.parent < 0 else keys[run.parent]))
-    shares = {index for own in shared for index in own}
+    shares = {index for rows in shared for index in rows}
     alone = [index for index, sequence in enumerate(sequences) if index not in shares and len(sequence)]
     branches += [(index, 0, len(sequences[index]), (index,), None) for index in alone]
     branches.sort(key=lambda branch: branch[:2])
