@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
-from peft_mux.engine.divided_adapters import divided_model_faults
+from peft_mux.engine.divided_adapters import divided_kind_faults, divided_model_faults
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
@@ -311,7 +311,11 @@ def check_layout(
         return
     raise_faults(_divided_faults(tasks, f"replicas {layout}"))
     family_of(backbone)  # rejects architectures that cannot be partitioned, like `blocks_of` below
-    faults = [fault for task in tasks for fault in kind_of(task.peft_config).refusals(layout, f"tasks.{task.name}")]
+    faults = [
+        fault
+        for task in tasks
+        for fault in divided_kind_faults(kind_of(task.peft_config), layout, f"tasks.{task.name}")
+    ]
     faults += _bare_parameter_faults(layout, tasks, backbone)
     for tp_size in sorted({replica.tp for replica in layout.replicas} - {1}):
         blocks_of(backbone, tp_size)

@@ -19,6 +19,7 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.allocator import use_expandable_segments
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
+from peft_mux.engine.divided_adapters import narrow
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
@@ -302,7 +303,7 @@ def _register_parts(
         completed = whole.peft_config[whole.adapter_of(name)]
         if here:
             own: Any = copy.deepcopy(task.peft_config)
-            kind.narrow(own, sorted(here))
+            narrow(own, sorted(here))
             # It was already checked against the whole model, whose layers are wider.
             model.register_tasks(**{**adapters_of([task]), "peft_configs": {name: own}}, are_checked=True)
             if tensor_parallel is not None:

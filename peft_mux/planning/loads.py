@@ -18,10 +18,12 @@ from torch import nn
 
 from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
+from peft_mux.engine.divided_adapters import cut_dim
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.adapters.kind import CutLayers, kind_of
+from peft_mux.modeling.adapters.bottleneck import NAME as BOTTLENECK
+from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.layer import NAME as LORA
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.families import family_of
@@ -34,7 +36,10 @@ SAMPLE_ROWS = 64
 _SAMPLE_BATCHES = 3
 
 ParameterShapes = Mapping[str, tuple[int, ...]]
-"""Shapes of a task's whole parameters, by name."""
+"""Shapes of a task's whole parameters, by their PEFT names without the adapter id."""
+
+CutLayers = Mapping[str, bool]
+"""Layers that tensor parallelism cuts, by the end of their names: whether by their inputs, else by their outputs."""
 
 
 def whole_shapes(model: MultiTaskPeftModel, name: str) -> dict[str, tuple[int, ...]]:
@@ -86,7 +91,7 @@ def task_load(
     lowest = lowest_layer(shapes) if kind.name == LORA else 0
     counts = Counter(
         (max(1, round(load.rank * (routed_share if load.is_routed else 1.0))), load.width, load.cut_width)
-        for load in kind.loads(shapes, cut)
+        for load in adapter_loads(kind, shapes, cut)
     )
     adapters: list[AdapterLoad] = []
     for (rank, width, cut_width), count in sorted(counts.items()):
@@ -96,7 +101,7 @@ def task_load(
     for name, shape in shapes.items():
         site = kind.site_of(name)
         ends = [is_row for end, is_row in cut.items() if site.endswith(f".{end}")]
-        if any(kind.cut_dim(name, is_row=is_row) is not None for is_row in ends):
+        if any(cut_dim(name, is_row=is_row) is not None for is_row in ends):
             cut_shapes[name] = shape
     return TaskLoad(
         name=run.name,
@@ -117,6 +122,37 @@ def task_load(
         trie=trie,
         lowest_layer=lowest,
     )
+
+
+def adapter_loads(kind: AdapterKind, shapes: ParameterShapes, cut: CutLayers) -> list[AdapterLoad]:
+    """Return the cost of a task's adapters in a pass: one load for each adapted layer.
+
+    Args:
+        kind: the kind of the adapters.
+        shapes: shapes of the task's parameters; those of heads are skipped.
+        cut: layers that tensor parallelism cuts.
+    """
+    if kind.name == LORA:  # the rank and the width of every linear layer's adapter; embeddings only look rows up
+        loads = []
+        for name, a_shape in shapes.items():
+            if ".lora_A." in name:
+                site, b_shape = kind.site_of(name), shapes[name.replace(".lora_A.", ".lora_B.")]
+                is_row = next((is_row for end, is_row in cut.items() if site.endswith(f".{end}")), None)
+                # Of each pair one factor is cut, and the other lies whole on every shard.
+                cut_width = 0 if is_row is None else a_shape[1] if is_row else b_shape[0]
+                is_routed = site.replace(".base_layer", "").endswith(".experts")
+                loads.append(AdapterLoad(a_shape[0], a_shape[1] + b_shape[0], cut_width, is_routed))
+        return loads
+    if kind.name == BOTTLENECK:  # as wide as `down` and `up` are; biases take hardly any time
+        downs = [shape for name, shape in shapes.items() if ".bottleneck_down." in name and len(shape) == 2]
+        return [AdapterLoad(size, 2 * width) for size, width in downs]
+    # Others count as adapters of rank 1 that are as wide as they have elements.
+    elements: Counter[str] = Counter()
+    for name, shape in shapes.items():
+        if kind.owns(name):
+            elements[kind.site_of(name)] += torch.Size(shape).numel()
+    # A type may leave nothing to be trained of a small layer.
+    return [AdapterLoad(1, count) for count in elements.values() if count]
 
 
 def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:

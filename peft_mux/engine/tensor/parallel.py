@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_mux.engine.divided_adapters import CAN_BE_CUT, cut_adapters, cut_dim
 from peft_mux.engine.processes import Pending, Processes
 from peft_mux.engine.tensor.cut import Block, Ranges, blocks_of, features, held_ranges
 from peft_mux.errors import ProcessError, UnsupportedModelError
@@ -242,7 +243,7 @@ class TensorParallelModel:
             # whose output is used by the heads of all ranks (in latent attention) have a partial gradient on each rank.
             leads_to_heads = site.startswith(self._attentions)
             return Piece.whole(parameter.shape, adds=leads_to_heads or self._links.index == 0)
-        dim = kind.cut_dim(key, is_row=cut.is_row)
+        dim = cut_dim(key, is_row=cut.is_row)
         if dim is None:
             return Piece.whole(parameter.shape)
         shape = tuple(cut.size if index == dim else length for index, length in enumerate(parameter.shape))
@@ -299,9 +300,7 @@ class TensorParallelModel:
         if layer is base:
             return
         setattr(layer, size_name, cut.num_held)
-        kind = kind_of_layer(layer)
-        assert kind is not None, "layers were checked before they are cut"
-        kind.cut(layer, cut)
+        cut_adapters(layer, cut)
 
     def _cut_head(self, cut: LayerCut) -> None:
         """Keep the rows of this rank's words; a view if the weight is tied to the embedding, which stays whole."""
@@ -352,8 +351,8 @@ def _check_layer(layer: Any, name: str) -> None:
     if hasattr(base, "input_window") or hasattr(base, "vocab_parallel_head"):
         raise UnsupportedModelError(f"{name} is already cut. Load the model again.")
     kind = kind_of_layer(layer)
-    if layer is not base and (kind is None or not kind.can_be_cut):
-        allowed = ", ".join(one.title for one in KINDS.values() if one.can_be_cut)
+    if layer is not base and (kind is None or kind.name not in CAN_BE_CUT):
+        allowed = ", ".join(kind.title for kind in KINDS.values() if kind.name in CAN_BE_CUT)
         raise UnsupportedModelError(
             f"the adapter of {name} must be {allowed} with tensor parallelism, got {type(layer).__name__}."
         )

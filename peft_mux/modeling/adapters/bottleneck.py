@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.group import KernelCall, more_arguments, rows_of
-from peft_mux.modeling.adapters.kind import Category, CutLayers, MultiplexedForward, Shapes, TypeEntry, register_kind
+from peft_mux.modeling.adapters.kind import Category, MultiplexedForward, TypeEntry, register_kind
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, LoraGroups, LoraPass
 from peft_mux.modeling.adapters.registration import (
     OwnMethodConfig,
@@ -37,7 +37,6 @@ from peft_mux.modeling.adapters.registration import (
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import Slot, plain_slot
 from peft_mux.modeling.stream import Stream
-from peft_mux.scheduler.costs.loads import AdapterLoad
 
 BOTTLENECK = own_peft_type("BOTTLENECK")
 
@@ -353,11 +352,6 @@ class BottleneckKind(OwnMethodKind):
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
         """Return how a parameter of a task is laid out in its slab: `up` transposed, as kernels read it."""
         return plain_slot(name, parameter)._replace(is_transposed=name.endswith(".bottleneck_up.weight"))
-
-    def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
-        """Return for each layer an adapter as wide as `down` and `up` are; biases take hardly any time."""
-        downs = [shape for name, shape in shapes.items() if ".bottleneck_down." in name and len(shape) == 2]
-        return [AdapterLoad(size, 2 * width) for size, width in downs]
 
 
 NAME = register_kind(BottleneckKind(TypeEntry("BOTTLENECK", Category.FUSED), "Adapter Tuning")).name

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec
@@ -30,7 +30,6 @@ from peft_mux.errors import Fault, UnsupportedModelError
 from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
 from peft_mux.modeling.slabs import SlabLayout, TaskSlab, plain_slot
 from peft_mux.modeling.stream import Stream
-from peft_mux.scheduler.costs.loads import AdapterLoad
 
 PREFIX = "prompt_encoder."
 """The beginning of the names of all parameters of prompts."""
@@ -184,15 +183,9 @@ WEIGHTS_ARE_READ = "its initial state is computed from frozen weights"
 SlabOf = Callable[[str], TaskSlab | None]
 """Returns the slab of an adapter, by its internal id; `None` if it has none."""
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of a task's whole parameters, by their PEFT names without the adapter id."""
-
-CutLayers = Mapping[str, bool]
-"""Layers that tensor parallelism cuts, by the end of their names: whether by their inputs, else by their outputs."""
-
 
 class AdapterKind:
-    """One PEFT type: how its configurations are checked and its layers attached, laid out, counted and cut.
+    """One PEFT type: how its configurations are checked, and its layers attached and laid out.
 
     Args:
         entry: the facts about the type.
@@ -206,7 +199,6 @@ class AdapterKind:
         has_targets: whether it adapts modules; prompts do not.
         draws_itself: whether its forwards draw dropout themselves; otherwise the dropout modules inside its layers are
             given draws that belong to each task.
-        can_be_cut: whether tensor parallelism can cut its adapters, by `cut_dim` and `cut`.
         lies_apart: whether each of its adapters has a tuner and layers of its own
             (`peft_mux.modeling.adapters.tuners`); otherwise one layer of PEFT's holds the adapters of all tasks.
         has_penalty: whether its tasks add `penalty` to their loss.
@@ -217,7 +209,6 @@ class AdapterKind:
 
     has_targets: bool = True
     draws_itself: bool = False
-    can_be_cut: bool = False
     lies_apart: bool = True
     has_penalty: bool = False
     slot: SlabLayout = staticmethod(plain_slot)
@@ -279,14 +270,6 @@ class AdapterKind:
         """Return the label of each virtual token that sequences of a task begin with; mostly none."""
         return ()
 
-    def narrow(self, config: Any, modules: Sequence[str]) -> None:
-        """Let a copy of a configuration adapt exactly the modules of these full names."""
-        assert self.has_targets, "a prompt sits on no layer"
-        config.target_modules = list(modules)
-        for name in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"):
-            if hasattr(config, name):
-                setattr(config, name, None)
-
     # --------------------------------------------------------------- passes
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
@@ -314,53 +297,6 @@ class AdapterKind:
     def site_of(self, parameter_name: str) -> str:
         """Return the name of the layer that a parameter of this kind's adapters sits on."""
         return parameter_name.partition(self._mark)[0]
-
-    def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
-        """Return the cost of a task's adapters in a pass: one load for each adapted layer.
-
-        By default, an adapter counts as one of rank 1 that is as wide as it has elements.
-
-        Args:
-            shapes: shapes of the task's parameters; those of heads are skipped.
-            cut: layers that tensor parallelism cuts.
-        """
-        elements: dict[str, int] = {}
-        for name, shape in shapes.items():
-            if self.owns(name):
-                site = self.site_of(name)
-                elements[site] = elements.get(site, 0) + torch.Size(shape).numel()
-        # A type may leave nothing to be trained of a small layer.
-        return [AdapterLoad(1, count) for count in elements.values() if count]
-
-    # ---------------------------------------------------------- parallelism
-
-    def cut_dim(self, parameter_name: str, *, is_row: bool) -> int | None:
-        """Return which dimension of a parameter tensor parallelism cuts; `None` if every shard holds it whole.
-
-        Args:
-            parameter_name: name of a parameter that this kind owns, on a layer that is cut.
-            is_row: whether the layer is cut by its inputs; otherwise by its outputs.
-        """
-        return None
-
-    def cut(self, layer: Any, cut: Any) -> None:
-        """Cut every adapter of a PEFT layer as its frozen weight was cut (`peft_mux.engine.tensor.parallel`)."""
-        raise NotImplementedError(f"{self.title} adapters are not cut among processes.")
-
-    def refusals(self, layout: Any, where: str) -> list[Fault]:
-        """Return why a task of this kind cannot be trained on a `ParallelLayout` of processes.
-
-        Every layer must be whole if it cannot be cut, and all layers must be in one process if they depend on one
-        another.
-        """
-        if not self.can_be_cut and any(replica.tp > 1 for replica in layout.replicas):
-            reason = "its layers are not cut"
-        else:
-            reason = self.entry.spans_layers or (WEIGHTS_ARE_READ if self.entry.reads_weights else "")
-        if not reason or layout.is_data_parallel:
-            return []
-        got, fix = f"{self.title} with replicas {layout}", f"Reason: {reason}. Give every process the whole model."
-        return [Fault(f"{where}.peft_config", got, "another PEFT type with this layout", fix)]
 
 
 KINDS: dict[PeftType, AdapterKind] = {}

@@ -11,6 +11,7 @@ from peft import PeftConfig, PeftType
 
 from peft_mux import MultiTaskPeftModel, MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.divided_adapters import divided_kind_faults
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
@@ -28,7 +29,11 @@ LAYOUT = StageLayout.of(2, 2)
 def staged_types() -> list[PeftType]:
     stages = ParallelLayout.of(2, pp=2)
     sliced = (Category.SLICED, Category.WEIGHT_SPACE)
-    return [one for one, kind in KINDS.items() if kind.entry.category in sliced and not kind.refusals(stages, "a")]
+    return [
+        one
+        for one, kind in KINDS.items()
+        if kind.entry.category in sliced and not divided_kind_faults(kind, stages, "a")
+    ]
 
 
 def configs() -> dict[str, PeftConfig]:

@@ -17,6 +17,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PeftType, PolyConfig, TaskTyp
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from peft_mux import MultiTaskPeftModel, Task
+from peft_mux.engine.divided_adapters import CAN_BE_CUT, cut_dim, divided_kind_faults, narrow
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.checks import config_faults
@@ -30,6 +31,7 @@ from peft_mux.modeling.adapters.kind import (
     kind_of_parameter,
 )
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
+from peft_mux.planning.loads import adapter_loads
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import assert_resumes, task
@@ -87,22 +89,22 @@ def test_a_kind_knows_its_configurations_layers_and_parameters(kind: AdapterKind
     adapted = {f"base_model.model.{name}" for name in judge.base_model.targeted_module_names}
     # Parameters that layers share are on none of them.
     assert {kind.site_of(name) for name in own} - {"base_model"} <= adapted
-    loads = kind.loads({name: tuple(item.shape) for name, item in own.items()}, {})
+    loads = adapter_loads(kind, {name: tuple(item.shape) for name, item in own.items()}, {})
     sizes = [(item.dim() > 1, item.numel()) for item in own.values()]
     # Biases may be left out: they take hardly any time.
     allowed = {sum(size for _, size in sizes), sum(size for is_matrix, size in sizes if is_matrix)}
     assert sum(load.rank * load.width for load in loads) in allowed
     assert len(loads) == len({kind.site_of(name) for name in own})
-    dims = [kind.cut_dim(name, is_row=is_row) for name in own for is_row in (True, False)]
-    assert any(dim is not None for dim in dims) is kind.can_be_cut
+    dims = [cut_dim(name, is_row=is_row) for name in own for is_row in (True, False)]
+    assert any(dim is not None for dim in dims) is (kind.name in CAN_BE_CUT)
 
 
 @EVERY_KIND
 def test_a_kind_that_cannot_be_cut_refuses_layouts_that_cut_and_no_others(kind: AdapterKind) -> None:
-    assert kind.refusals(ParallelLayout.of(2), "tasks.a") == []
-    faults = kind.refusals(ParallelLayout.of(2, tp=2), "tasks.a")
-    assert bool(faults) is not kind.can_be_cut
-    stages = kind.refusals(ParallelLayout.of(2, pp=2), "tasks.a")
+    assert divided_kind_faults(kind, ParallelLayout.of(2), "tasks.a") == []
+    faults = divided_kind_faults(kind, ParallelLayout.of(2, tp=2), "tasks.a")
+    assert bool(faults) is (kind.name not in CAN_BE_CUT)
+    stages = divided_kind_faults(kind, ParallelLayout.of(2, pp=2), "tasks.a")
     assert bool(stages) is bool(kind.entry.spans_layers or kind.entry.reads_weights)
     assert all(fault.where == "tasks.a.peft_config" and kind.title in fault.got for fault in (*faults, *stages))
 
@@ -114,7 +116,7 @@ def test_a_narrowed_configuration_adapts_the_given_layers_alone(kind: AdapterKin
         config.layers_to_transform = [0]
     full, _ = plain(CASES[kind.peft_type].make(0), 0)
     site = full.base_model.targeted_module_names[-1]
-    kind.narrow(config, [site])
+    narrow(config, [site])
     model, own = plain(config, 0)
     assert model.base_model.targeted_module_names == [site]
     assert {kind.site_of(name) for name in own} <= {f"base_model.model.{site}", "base_model"}

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, TypeEntry, register_kind
+from peft_mux.modeling.adapters.kind import KINDS, TypeEntry, register_kind
 from peft_mux.modeling.adapters.sliced import SlicedKind
-from peft_mux.scheduler.costs.loads import AdapterLoad
 
 
 class ToyKind(SlicedKind):
@@ -19,10 +18,6 @@ class ToyKind(SlicedKind):
 
     def __init__(self) -> None:
         super().__init__(TypeEntry("IA3"))
-
-    def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
-        """Return one load a layer, of rank 1 and as wide as the vector is long."""
-        return [AdapterLoad(1, max(shape)) for name, shape in shapes.items() if self.owns(name)]
 
 
 @contextmanager

@@ -23,9 +23,7 @@ from peft_mux.errors import Fault
 from peft_mux.modeling.adapters.kind import (
     AdapterKind,
     Category,
-    CutLayers,
     MultiplexedForward,
-    Shapes,
     TypeEntry,
     register_kind,
 )
@@ -46,7 +44,6 @@ from peft_mux.modeling.adapters.sliced import SlicedAdapter
 from peft_mux.modeling.backbone.modules import modules_around_adapters
 from peft_mux.modeling.slabs import Slot, round_up_to_group
 from peft_mux.modeling.stream import Stream
-from peft_mux.scheduler.costs.loads import AdapterLoad
 
 _FACTORS = (("lora_A.weight", 0), ("lora_B.weight", 1))
 """Names of the factors, and the dimension that is the rank."""
@@ -156,7 +153,6 @@ class LoraKind(AdapterKind):
     """LoRA."""
 
     draws_itself = True
-    can_be_cut = True
     lies_apart = False
     slot = staticmethod(lora_slot)
     pass_maker = LoraGroups
@@ -215,38 +211,6 @@ class LoraKind(AdapterKind):
                 adapters = (*layer.lora_A, *own_biases(layer.get_base_layer()))
                 steps = {adapter: RowSteps(layer, adapter) for adapter in adapters}
                 forward.steps = {adapter: own for adapter, own in steps.items() if own}
-
-    # ----------------------------------------------------------- parameters
-
-    def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
-        """Return the rank and the width of every linear layer's adapter; embeddings only look rows up."""
-        found = []
-        for name, a in shapes.items():
-            if ".lora_A." in name:
-                site, b = self.site_of(name), shapes[name.replace(".lora_A.", ".lora_B.")]
-                is_row = next((rows for end, rows in cut.items() if site.endswith(f".{end}")), None)
-                # Of each pair one factor is cut, and the other lies whole on every shard.
-                cut_width = 0
-                if is_row is not None:
-                    cut_width = a[1] if is_row else b[0]
-                is_routed = site.replace(".base_layer", "").endswith(".experts")
-                found.append(AdapterLoad(a[0], a[1] + b[0], cut_width, is_routed))
-        return found
-
-    # ---------------------------------------------------------- parallelism
-
-    def cut_dim(self, parameter_name: str, *, is_row: bool) -> int | None:
-        """Return the input dimension of A for layers that are cut by their inputs, else the output dimension of B."""
-        factor, dim = (".lora_A.", 1) if is_row else (".lora_B.", 0)
-        return dim if factor in parameter_name and parameter_name.endswith(".weight") else None
-
-    def cut(self, layer: Any, cut: Any) -> None:
-        """Cut A or B of every adapter of a layer."""
-        for linear in (layer.lora_A if cut.is_row else layer.lora_B).values():
-            linear.weight.data = cut.take(linear.weight.data, 1 if cut.is_row else 0)
-            # One of the whole shape would not fit any more.
-            linear.weight.grad = None
-            setattr(linear, "in_features" if cut.is_row else "out_features", cut.num_held)
 
 
 register_kind(LoraKind(TypeEntry("LORA", Category.FUSED, REASONS, FIELDS), "LoRA"))

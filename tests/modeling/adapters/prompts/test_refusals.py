@@ -14,10 +14,12 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCES
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.cuda_graphs import reason_against
+from peft_mux.engine.divided_adapters import divided_kind_faults
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
+from peft_mux.planning.loads import adapter_loads
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.passes import plain
 from tests.modeling.adapters.prompts import prompt_cases as prompts
@@ -104,11 +106,11 @@ def test_every_prompt_owns_its_parameters_and_refuses_layouts_that_cut_the_model
     assert not [name for name in frozen if kind.owns(name) and "prompt_encoder.default" not in name]
     assert all(isinstance(kind_of_parameter(name), PromptKind) for name in own)
     shapes = {name: tuple(item.shape) for name, item in own.items()}
-    loads = kind.loads(shapes, {})
+    loads = adapter_loads(kind, shapes, {})
     assert sum(load.rank * load.width for load in loads) == sum(item.numel() for item in own.values())
-    assert kind.refusals(ParallelLayout.of(2), "tasks.a") == []
+    assert divided_kind_faults(kind, ParallelLayout.of(2), "tasks.a") == []
     for layout in (ParallelLayout.of(2, tp=2), ParallelLayout.of(2, pp=2)):
-        (fault,) = kind.refusals(layout, "tasks.a")
+        (fault,) = divided_kind_faults(kind, layout, "tasks.a")
         assert fault.where == "tasks.a.peft_config"
         assert kind.title in fault.got
 
