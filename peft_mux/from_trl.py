@@ -304,8 +304,6 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
         faults.append(Fault("trainer.args.packing_strategy", "'wrapped'", allowed))
     if getattr(trainer, "formatting_func", None) is not None:
         faults.append(Fault("trainer.formatting_func", "a function", "None", "Map the rows before."))
-    if isinstance(trainer.eval_dataset, Mapping) and "eval_dataset" not in given:
-        faults.append(Fault("trainer.eval_dataset", "several", "one dataset", "Give eval_dataset=..."))
     own_loss = getattr(trainer, "compute_loss_func", None) is not None
     if own_loss or not _is_of_libraries(type(trainer).compute_loss):
         fix = "Give Task(objective=function): docs/losses.md."

@@ -177,14 +177,15 @@ class TaskStatus(StrEnum):
 # ---------------------------------------------------------------------------------------------- metrics and intervals
 
 
-def metric_key(name: str) -> str:
+def metric_key(name: str, prefix: str = "eval") -> str:
     """Return the key of a metric in the results of an evaluation, with Trainer's prefix.
 
     Args:
         name: the metric with or without that prefix; a user's function chose it, so it becomes one printable line.
+        prefix: the prefix, which several held-out data sets extend by their name.
     """
     name = " ".join(printable(name).split())
-    return name if name.startswith("eval_") else f"eval_{name}"
+    return name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"
 
 
 def greater_is_better(metric: str) -> bool:
@@ -267,7 +268,8 @@ class Task:
             (`input_ids`, optional `labels`, `attention_mask`), `text`, `prompt`/`completion` or `messages`;
             `text` (optional `text_pair`) and `label` for sequence classification. Or a source that
             `peft_mux.load_rows` takes: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id.
-        eval_dataset: the same, held out; for the name of a dataset, its split "test" or "validation" is used.
+        eval_dataset: the same, held out; for the name of a dataset, its split "test" or "validation" is used. Or a dict
+            of several by name, which are evaluated one after another: `eval_<name>_loss`, ..., as in Trainer.
         train_batch_size: sequences per optimizer step of this task (its *global* batch); by default
             the run's `per_device_train_batch_size * gradient_accumulation_steps`.
         max_steps: optimizer steps of the task; takes precedence over `num_train_epochs`.
@@ -475,10 +477,21 @@ def _where(name: object) -> str:
 
 
 def _opened(task: Task, which: str, where: str) -> tuple[Any, list[Fault]]:
-    """Return the rows of a dataset, loaded from their source and with our columns, and what is wrong with them."""
+    """Return the rows of a field, or of each of several data sets, as `opened_rows` does."""
     rows = getattr(task, which)
     if rows is None and which == "eval_dataset":
         return rows, []
+    if which == "eval_dataset" and isinstance(rows, dict) and rows:
+        names = [name for name in rows if not isinstance(name, str) or name.split() != [printable(name)]]
+        if names:
+            return rows, [Fault(f"{where}.{which}", shown(names[0]), "named by printable words without spaces")]
+        parts = {name: opened_rows(task, part, f"{which}.{name}", where) for name, part in rows.items()}
+        return {name: part for name, (part, _) in parts.items()}, [own for _, found in parts.values() for own in found]
+    return opened_rows(task, rows, which, where)
+
+
+def opened_rows(task: Task, rows: Any, which: str, where: str) -> tuple[Any, list[Fault]]:
+    """Return rows of a task, loaded from their source and with our columns, and what is wrong with them."""
     if isinstance(rows, (str, os.PathLike)) and str(rows):
         try:
             rows = rows_named(str(rows), which, where)
@@ -625,10 +638,14 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         elif task.eval_dataset is None:
             fix = "Give held-out rows with prompts."
             faults.append(Fault(at, shown(given), "None if eval_dataset is not set", fix))
+        elif isinstance(task.eval_dataset, dict):
+            faults.append(Fault(at, shown(given), "None with several data sets", "Give one as eval_dataset."))
     known = () if loss.objective is None or loss.args is None else loss.objective.metric_names(loss.args)
     if task.eval_dataset is not None and known and not task.has_own_metrics:
         # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
         known = (*known, *((task.generate_options and task.generate_options.metric_names) or ()))
+        if isinstance(task.eval_dataset, dict):
+            known = tuple(f"eval_{name}{key.removeprefix('eval')}" for name in task.eval_dataset for key in known)
         fix = "Set compute_metrics so that it returns this metric."
         for name, metric in metrics.items():
             if metric_key(metric) not in known:

@@ -150,7 +150,7 @@ def test_what_cannot_be_held_per_task_or_depends_on_more_than_the_step_is_refuse
         ("", "str", ""),
         (5, "int", ""),
         (np.array(5), "array(5)", ""),
-        ({"train": ROWS}, "dict", "Pick one split"),
+        ({}, "dict", "Pick one split"),
         ({1, 2}, "set", "such as a list"),
         ({}.keys(), "dict_keys", "such as a list"),
         (iter(ROWS), "list_iterator", "can be read only once"),
@@ -187,6 +187,13 @@ def test_early_stopping_needs_held_out_rows_and_a_metric_that_will_be_there() ->
     f1, by_loss = EarlyStopping(metric="eval_f1"), EarlyStopping(metric="loss")
     said = "tasks.own.eval_dataset must be held-out rows, because early_stopping is set, got None"
     assert said in refusal(early_stopping=f1)
+    assert "metric must be eval_a_loss or eval_a_perplexity or eval_b_loss or" in refusal(
+        early_stopping=EarlyStopping(), eval_dataset={"a": ROWS, "b": ROWS}
+    )
+    assert "eval_dataset.b must be a datasets.Dataset" in refusal(eval_dataset={"a": ROWS, "b": []})
+    assert "eval_dataset must be named by printable words without spaces, got 'a b'" in refusal(
+        eval_dataset={"a b": ROWS}
+    )
     message = refusal(early_stopping=f1, eval_dataset=ROWS)
     assert "tasks.own.early_stopping.metric must be eval_loss or eval_perplexity if compute_metrics is not" in message
     assert "got 'eval_f1'" in message

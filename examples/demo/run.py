@@ -146,7 +146,7 @@ def _different_adapters(trainer: MultiTaskTrainer, root: Path) -> list[str]:
     for task in trainer.tasks:
         backbone = AutoModelForCausalLM.from_pretrained(root / "backbone", trust_remote_code=False)
         plain = PeftModel.from_pretrained(backbone, str(root / task.name)).eval()
-        ids = torch.from_numpy(trainer.table[task.name].eval_data[0].input_ids)[None]
+        ids = torch.from_numpy(trainer.table[task.name].eval_data["eval"][0].input_ids)[None]
         ours = trainer.model.task_view(task.name)(input_ids=ids.to(trainer.model.device)).logits.cpu()
         if not torch.allclose(ours, plain(input_ids=ids).logits, atol=1e-5):
             different.append(task.name)

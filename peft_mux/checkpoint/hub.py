@@ -120,7 +120,9 @@ def _training_section(run: TaskRun, config: PeftConfig, *, num_tasks: int, has_p
     if run.best.value is not None and run.best.keeps_weights:
         # Those of the adapter that was kept.
         entries = [entry for entry in entries if entry["step"] == run.best.step] or entries
-    results |= {key: value for key, value in entries[-1].items() if key.startswith("eval_")} if entries else {}
+    # Several data sets have an entry each.
+    entries = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
+    results |= {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
     for name, (points, _) in metrics_of(run.state.log_history).items():
         if points and name not in ("grad_norm", "learning_rate"):
             results[f"{name} of training rows, last logged"] = points[-1][1]
@@ -130,7 +132,7 @@ def _training_section(run: TaskRun, config: PeftConfig, *, num_tasks: int, has_p
         "form of the rows": run.loader.report.data_format,
         "rows": f"{run.loader.report.num_kept:,}" if run.loader.steps_per_epoch is not None else "a stream",
         "tokens trained on": f"{run.num_tokens:,}",
-        "held-out rows": "none" if run.eval_data is None else f"{len(run.eval_data):,}",
+        "held-out rows": ", ".join(f"{len(rows):,}" for rows in run.eval_data.values()) or "none",
         **{name: sorted(value) if isinstance(value, set) else value for name, value in adapter.items()},
         **{name: value for name, value in asdict(run.hyper).items() if value is not None},
     }

@@ -224,7 +224,9 @@ def read_task_state(path: Path) -> dict[str, Any]:
         total, number = value["loss_mean"]
         seen = value["trainer_state"]
         for entry in seen["log_history"]:
-            float(entry.get("eval_loss", 0.0))  # read again by the report of the run
+            for key in entry:
+                if key.startswith("eval_"):
+                    float(entry[key])  # read again by the report of the run
         if value["status"] == TaskStatus.RUNNING.value and value.get("optimizer") is None:
             raise ValueError("a running task has no optimizer")
         for name in ("settings", "best"):

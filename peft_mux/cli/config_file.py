@@ -186,7 +186,7 @@ def _resolve_paths(section: dict[str, Any], folder: Path, prefix: str = "") -> d
         elif key == "dataset" and isinstance(value, list):
             parts = {str(number): part for number, part in enumerate(value) if isinstance(part, dict)}
             absent |= _resolve_paths(parts, folder, f"{prefix}{key}.")
-        elif key in _PATHS and isinstance(value, str) and value:
+        elif (key in _PATHS or prefix.endswith(".eval_dataset.")) and isinstance(value, str) and value:
             path = str(folder / os.path.expanduser(value))
             if os.path.exists(path):
                 section[key] = path
@@ -537,7 +537,7 @@ _KINDS = {
 }
 _TASK_KINDS = {
     "dataset": ((str, list), SOURCES),
-    "eval_dataset": (str, SOURCES),
+    "eval_dataset": ((str, dict), f"{SOURCES}, or several by name"),
     **dict.fromkeys(("dataset_config", "split", "eval_split"), (str, "a name")),
     **dict.fromkeys(("peft", "early_stopping"), (dict, "a mapping")),
 }
@@ -644,7 +644,9 @@ def _load_rows(settings: Mapping[str, Any], seed: int, where: str) -> tuple[dict
     loaded: dict[str, Any] = {}
     parts, faults = _attempt(where, _parts, settings, "dataset", None, where)
     held_out, split, size = (settings.get(key) for key in ("eval_dataset", "eval_split", "val_size"))
-    if held_out is not None or split is not None:
+    if isinstance(held_out, dict):
+        loaded["eval_dataset"] = held_out
+    elif held_out is not None or split is not None:
         key = "dataset" if held_out is None else "eval_dataset"
         kept, more = _attempt(where, _parts, settings, key, split, where)
         loaded["eval_dataset"] = concatenate_datasets(kept) if kept else None

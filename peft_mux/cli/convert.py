@@ -216,7 +216,7 @@ def _rows(
             if rows and source["row_format"] != rows["row_format"]:
                 notes.append(f"{where} {source['dataset']}: a task has rows of one format; give it a task of its own")
             elif not is_training and (place or not rows):
-                notes.append(f"{where} {source['dataset']}: a task has one eval_dataset")
+                notes.append(f"{where} {source['dataset']}: the first one is the eval_dataset; write several by name")
             elif not is_training:
                 rows |= {"eval_dataset": source["dataset"], "eval_split": source["split"]}
             elif not rows:

@@ -47,11 +47,11 @@ def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
         tokenizer: writes tokens as text; `None` for their numbers.
     """
     train, held_out = getattr(run.loader, "dataset", None), run.eval_data
-    splits = {"train_dataset": train, "eval_dataset": held_out}
+    splits = {"train_dataset": train} | {rows.report.split: rows for rows in held_out.values()}
     in_both = 0
-    if train is not None and held_out is not None:
-        known = {train[row].input_ids.tobytes() for row in range(len(train))}
-        in_both = sum(held_out[row].input_ids.tobytes() in known for row in range(len(held_out)))
+    if train is not None:
+        known = {train[row].input_ids.tobytes() for row in range(len(train))} if held_out else set()
+        in_both = sum(rows[row].input_ids.tobytes() in known for rows in held_out.values() for row in range(len(rows)))
     # For a stream, only the rows of its first step are known.
     sequences = run.loader.batch(0).sequences if train is None else run.loader.sample(_MOST_READ)
     end, end_of_sequence = getattr(tokenizer, "eos_token_id", None), None

@@ -152,6 +152,11 @@ class DataReport:
     trained_on: str = ""
 
     @property
+    def split(self) -> str:
+        """Name of the dataset, such as `train_dataset`."""
+        return self.where.split(".", 2)[-1]
+
+    @property
     def remarks(self) -> list[str]:
         """At most one line for the user: how many rows were truncated, dropped, or teach less than they seem to."""
         words = [

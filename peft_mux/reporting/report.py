@@ -23,7 +23,16 @@ from peft_mux.errors import installed_version, printable
 from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.views import curve_of, drop_columns, number_text, share_text, shortened, time_text, wrapped
+from peft_mux.reporting.views import (
+    curve_of,
+    drop_columns,
+    held_out_loss,
+    number_text,
+    share_text,
+    shortened,
+    time_text,
+    wrapped,
+)
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import MEMORY, aligned, bytes_text, step_time_text
 from peft_mux.task import TaskStatus
@@ -208,14 +217,15 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
     # Logged losses are means over the steps since the log before, and the last loss may be below them.
     losses = [run.last_loss, *(loss for _, loss in curve_of(run.state.log_history, "loss"))]
     best, best_metric = min((loss for loss in losses if math.isfinite(loss)), default=None), "loss"
-    held_out = evaluated = curve_of(run.state.log_history, "eval_loss")
+    key = held_out_loss(run.state.log_history)
+    held_out = evaluated = curve_of(run.state.log_history, key)
     is_best_kept = run.best.keeps_weights and run.best.value is not None
     if is_best_kept and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
         held_out = tuple(point for point in held_out if point[0] == run.best.step) or held_out
     if run.best.metric is not None and run.best.value is not None:
         best, best_metric = run.best.value, run.best.metric
     elif evaluated:
-        best, best_metric = min(loss for _, loss in evaluated), "eval_loss"
+        best, best_metric = min(loss for _, loss in evaluated), key
     return ReportRow(
         run.name,
         (status or run.status).value,

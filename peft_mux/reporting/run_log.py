@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -155,13 +156,18 @@ class RunLog:
         else:
             self.progress.log(line)
 
-    def numbers(self, run: TaskRun, event: str, values: Mapping[str, float]) -> None:
-        """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks."""
+    def numbers(
+        self, run: TaskRun, event: str, values: Mapping[str, float], times: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks.
+
+        Callbacks alone get the `times`: what is kept has the same bits after a resume.
+        """
         entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
         run.state.log_history.append(entry)
         record = {"event": event, "run_step": self.state.global_step, "task": run.name, "num_tokens": run.num_tokens}
         self.metrics.write({**record, **entry})
-        self.callbacks[run.name].call("on_log", logs=dict(values))
+        self.callbacks[run.name].call("on_log", logs={**values, **times})
 
     def losses(self, runs: Iterable[TaskRun] | None = None) -> None:
         """Log the mean loss of tasks (by default all) since their last log, and the speed and memory of the run."""
@@ -207,14 +213,14 @@ class RunLog:
         # Once for all tasks, so that integrations get one record per step.
         self._emit(logs)
 
-    def evaluation(self, run: TaskRun, metrics: dict[str, float]) -> dict[str, float]:
-        """Log what an evaluation found; return it under `task/metric` keys."""
-        self.numbers(run, "eval", metrics)
+    def evaluation(self, run: TaskRun, metrics: dict[str, float], times: Mapping[str, float]) -> dict[str, float]:
+        """Log what an evaluation found, and its `times` for callbacks alone; return metrics by `task/metric` keys."""
+        self.numbers(run, "eval", metrics, times)
         logs = _prefixed(run.name, metrics)
         shown = ("eval_loss", "eval_perplexity") if self.progress.shows_losses else ()
         if left := {name: value for name, value in metrics.items() if name not in shown}:
             self.say(_line_of(run, left))
-        self._emit(logs)
+        self._emit(logs | _prefixed(run.name, times))
         return logs
 
     def status(self, run: TaskRun) -> None:
@@ -239,7 +245,7 @@ class RunLog:
                 continue
             self._begun_rows.add(run.loader)
             by_split = {"train_dataset": run.loader.report}
-            by_split |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
+            by_split |= {rows.report.split: rows.report for rows in run.eval_data.values()}
             for split, report in by_split.items():
                 self._write_rows(run, split, report)
             reports += [report for report in by_split.values() if report.remarks]

@@ -158,6 +158,12 @@ def curve_of(records: Iterable[Any], key: str) -> Curve:
     return tuple(points)
 
 
+def held_out_loss(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the key of the held-out loss that is shown: `eval_loss`, or the loss of the first of several data sets."""
+    keys = (key for record in records for key in record if key.startswith("eval_") and key.endswith("loss"))
+    return next(keys, "eval_loss")
+
+
 # ---------------------------------------------------------------- views
 
 
@@ -269,8 +275,8 @@ def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
     """Return what a task shows by itself, whether or not it trains: its last loss instead of a mean, and no rates."""
     history = task.state.log_history
     # Of a task that is never evaluated, each frame of the live table would search the whole history.
-    newest_first = reversed(history) if task.eval_data is not None else ()
-    logged = (entry["eval_loss"] for entry in newest_first if "eval_loss" in entry)
+    newest_first, key = reversed(history) if task.eval_data else (), f"{next(iter(task.eval_data), 'eval')}_loss"
+    logged = (entry[key] for entry in newest_first if key in entry)
     return TaskView(
         task.name,
         str(task.status),
@@ -280,7 +286,7 @@ def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
         loss=task.last_loss if math.isfinite(task.last_loss) else None,
         eval_loss=next(filter(math.isfinite, logged), None),
         losses=curve_of(history, "loss") if with_curves else (),
-        eval_losses=curve_of(history, "eval_loss") if with_curves else (),
+        eval_losses=curve_of(history, key) if with_curves else (),
         loss_kind=f"{task.resolved.objective.name} {task.task.loss_type or ''}".rstrip(),
         settings=task.swept_as,
     )
@@ -447,7 +453,7 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
     tokens: dict[str, int] = {}
     tasks = []
     for name, task_records in by_task.items():
-        losses, held_out = curve_of(task_records, "loss"), curve_of(task_records, "eval_loss")
+        losses, held_out = curve_of(task_records, "loss"), curve_of(task_records, held_out_loss(task_records))
         ends = [record for record in task_records if record["event"] == "status"]
         step = max((step for step in reached[name] if isinstance(step, int)), default=0)
         status = str(ends[-1].get("status")) if ends else "running" if task_records else "waiting"

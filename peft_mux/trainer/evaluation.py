@@ -15,12 +15,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from transformers.trainer_utils import speed_metrics
+from transformers.trainer_utils import PredictionOutput, speed_metrics
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, prefix_trie
@@ -35,6 +35,7 @@ from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_user_code, ignore_timing, log_warning
 
+Found = TypeVar("Found")
 _logger = logging.getLogger(__name__)
 
 _BATCHES_OF_PASSES = 4
@@ -73,18 +74,19 @@ def merged(found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
 
 
 def held_out_batches(
-    run: TaskRun, limit: int, totals: Mapping[str, float] | None = None, *, is_as_trained: bool = False
+    run: TaskRun, dataset: Any, limit: int, totals: Mapping[str, float] | None = None, *, is_as_trained: bool = False
 ) -> Iterator[TaskBatch]:
-    """Yield the held-out rows of a task in order, in batches of at most `limit` tokens, or of one row.
+    """Yield held-out rows of a task in order, in batches of at most `limit` tokens, or of one row.
 
     Args:
         run: the task.
+        dataset: the rows.
         limit: greatest number of tokens of a batch.
         totals: what its loss divides by, over all held-out rows.
         is_as_trained: whether rows are arranged as in training, in batches of as many rows if its loss needs that, and
             tokens that they share may be computed once.
     """
-    dataset, arrange = run.eval_data, run.loader.arrange if is_as_trained else None
+    arrange = run.loader.arrange if is_as_trained else None
 
     def batch_of(rows: Sequence[TokenSequence]) -> TaskBatch:
         sequences = tuple(rows) if arrange is None else arrange(tuple(rows))
@@ -105,15 +107,23 @@ def held_out_batches(
 
 
 class _OwnMetrics:
-    """Collects predictions and labels of one evaluation for a task's `compute_metrics`.
+    """Collects predictions and labels of one evaluation, for a task's `compute_metrics` or for `predict`.
+
+    Args:
+        task: the task.
+        prefix: begins the keys of its metrics.
 
     Attributes:
+        predictions: predictions of all rows, after `result`.
+        labels: their labels.
         error: exception of the task's functions; none of them is called after it.
         seconds: duration of these functions on this process.
     """
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, prefix: str) -> None:
+        self.task, self.prefix = task, prefix
+        self.predictions: np.ndarray | None = None
+        self.labels: np.ndarray | None = None
         self.error: UserCodeError | None = None
         self.seconds = 0.0
         self._rows: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
@@ -160,10 +170,12 @@ class _OwnMetrics:
         try:
             # Whether rows can be stacked depends on what these functions return, so that is guarded too.
             with guard_user_code(self.task.name, "compute_metrics", self._add_seconds):
-                predictions = _stack([row for rows, _ in self._rows.values() for row in rows])
-                labels = _stack([row for _, rows in self._rows.values() for row in rows])
-                found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
-                return {metric_key(key): float(value) for key, value in found.items()}
+                self.predictions = _stack([row for rows, _ in self._rows.values() for row in rows])
+                self.labels = _stack([row for _, rows in self._rows.values() for row in rows])
+                if compute_metrics is None:
+                    return {}
+                found = compute_metrics(EvalPrediction(predictions=self.predictions, label_ids=self.labels))
+                return {metric_key(key, self.prefix): float(value) for key, value in found.items()}
         except UserCodeError as error:
             self.error = error
             return None
@@ -178,13 +190,11 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
     return np.stack([np.pad(row, own, constant_values=IGNORE_INDEX) for row, own in zip(rows, widths, strict=True)])
 
 
-def agreed_metrics(
-    found: Sequence[tuple[dict[str, float] | None, str | None]], error: UserCodeError | None
-) -> dict[str, float]:
-    """Return the metrics of the first process that has some.
+def agreed_metrics(found: Sequence[tuple[Found | None, str | None]], error: UserCodeError | None) -> Found:
+    """Return what the first process found that has found something.
 
     Args:
-        found: the metrics of each process, and why a function of the task's own failed there.
+        found: what each process found, such as metrics, and why a function of the task's own failed there.
         error: that error, if it was raised on this process.
 
     Raises:
@@ -195,6 +205,18 @@ def agreed_metrics(
     if failure is not None:
         raise MetricsError(failure) from (error.__cause__ if error is not None and len(found) == 1 else error)
     return next(metrics for metrics, _ in found if metrics is not None)
+
+
+def _of_user_code(evaluate: Callable[[], Found]) -> Found:
+    """Return what a function returns; an exception of a task's own function is raised as that function raised it."""
+    try:
+        return evaluate()
+    except MetricsError as error:
+        raised = error.__cause__
+        if raised is None or isinstance(raised, UserCodeError):
+            raise
+    # Here and not above: within the handler it would get a context that it did not have.
+    raise raised
 
 
 class TaskEvaluator:
@@ -225,7 +247,7 @@ class TaskEvaluator:
     def evaluate_new(self) -> None:
         """Evaluate the tasks that are about to take their first step if they ask for that (`eval_on_start`)."""
         new = [run for run in self._run.table.running if run.step == 0 and run.hyper.eval_on_start]
-        new = [run for run in new if run.eval_data is not None and run.loader not in self._evaluated]
+        new = [run for run in new if run.eval_data and run.loader not in self._evaluated]
         self._evaluated.update(run.loader for run in new)
         completions = self.generate(new)
         for run in new:
@@ -243,7 +265,7 @@ class TaskEvaluator:
         is_asked = self._run.control.should_evaluate
         self._run.control.should_evaluate = False
         asking = {run.name for run in runs if is_asked or self._run.log.callbacks[run.name].control.should_evaluate}
-        due = {run.name for run in runs if run.eval_data is not None and (run.is_evaluation_due or run.name in asking)}
+        due = {run.name for run in runs if run.eval_data and (run.is_evaluation_due or run.name in asking)}
         # All tasks at once, before the first one is evaluated: their completions share batches.
         completions = self.generate([run for run in runs if run.name in due])
         for run in runs:
@@ -316,9 +338,12 @@ class TaskEvaluator:
         Returns:
             Metrics under `task/metric` keys; empty if the evaluation failed.
         """
-        log, best, started = self._run.log, run.best, time.time()
+        log, best = self._run.log, run.best
+        found: list[tuple[dict[str, float], dict[str, float]]] = []
         try:
-            metrics = self._metrics(run, completions, log.note_own_code)
+            for prefix, data in run.eval_data.items():
+                found.append(self._timed(run, data, prefix, completions, log.note_own_code))
+            metrics = {key: value for part, _ in found for key, value in part.items()}
             # As in Trainer, an evaluation before the first step does not count for the best one.
             is_best = run.step > 0 and best.update(metrics, run.step)
         except Exception as error:
@@ -330,16 +355,16 @@ class TaskEvaluator:
             reason = str(error) if isinstance(error, MetricsError) else describe_error(error)
             run.quarantine(f"evaluation failed: {reason}")
             return {}
-        logs = log.evaluation(run, metrics)
+        logs: dict[str, float] = {}
+        for part, times in found:
+            logs |= log.evaluation(run, part, times)
+            log.callbacks[run.name].call("on_evaluate", metrics={**part, **times})
         if completions is not None:
             options: Any = run.task.generate_options
             for own, text in islice(zip(run.eval_prompts, completions, strict=True), options.num_logged):
                 log.say(f"{run.name}: ...{own.prompt[-60:]!r} -> {text[:60]!r} (wanted: {own.reference[:60]!r})")
                 row = {"prompt": own.prompt, "completion": text, "reference": own.reference}
                 log.event("completion", task=run.name, step=run.step, **row)
-        # Times are for callbacks alone: what is logged has the same bits after a resume.
-        times = speed_metrics("eval", started, num_samples=len(run.eval_data))
-        log.callbacks[run.name].call("on_evaluate", metrics={**metrics, **times})
         if run.step > 0 and self._run.is_in_train and run.optimizer is not None:
             run.optimizer.follow(metrics.get(best.metric or "", math.nan))
         if is_best:
@@ -360,53 +385,77 @@ class TaskEvaluator:
         if best.value is not None:
             reason = f"{rule.metric} has not improved for {rule.patience} evaluations; best {best.value:.6g} at step"
             run.end(TaskStatus.STOPPED_EARLY, f"{reason} {best.step}")
-        elif math.isfinite(metrics["eval_loss"]):
+        elif math.isfinite(loss := metrics[f"{next(iter(run.eval_data))}_loss"]):
             reason = f"{rule.metric} was no finite number in any of {best.bad_evaluations} evaluations"
             run.end(TaskStatus.STOPPED_EARLY, reason)
         else:  # keeps no weights that have diverged
-            run.quarantine(f"non_finite: the loss of its evaluation is {metrics['eval_loss']} at step {run.step}")
+            run.quarantine(f"non_finite: the loss of its evaluation is {loss} at step {run.step}")
         return logs
 
     # ------------------------------------------------------------------ metrics
 
-    def metrics(self, run: TaskRun, completions: Sequence[str] | None) -> dict[str, float]:
+    def metrics(
+        self, run: TaskRun, completions: Sequence[str] | None, rows: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
         """Return a task's metrics and change nothing; exceptions of its own functions are raised unchanged.
 
         Args:
             run: the task.
             completions: what its adapter made of its held-out prompts, in their order, if it has `eval_generate`.
+            rows: tokenised rows by the prefix of their metrics; by default the held-out rows of the task.
 
         Raises:
             ConfigError: if the task has no held-out rows.
             MetricsError: with several processes, if its own functions fail on one.
         """
-        try:
-            return self._metrics(run, completions)
-        except MetricsError as error:
-            raised = error.__cause__
-            if raised is None or isinstance(raised, UserCodeError):
-                raise
-        # Here and not above: within the handler it would get a context that it did not have.
-        raise raised
+        rows = run.eval_data if rows is None else rows
+        if not rows:
+            raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
+        parts = rows.items()
+        found = _of_user_code(lambda: [self._timed(run, data, prefix, completions)[0] for prefix, data in parts])
+        return {key: value for part in found for key, value in part.items()}
 
-    def _metrics(
-        self, run: TaskRun, completions: Sequence[str] | None, listener: Listener = ignore_timing
-    ) -> dict[str, float]:
-        """Return the metrics of a task, each under a key that begins with `eval_`; every process calls this.
+    def predict(self, run: TaskRun, data: Any, prefix: str) -> PredictionOutput:
+        """Return predictions and labels of tokenised rows, with their metrics and times; as `metrics` otherwise."""
+        started = time.time()
+        found, num_batches = _of_user_code(lambda: self._evaluate_rows(run, data, prefix, collects=True))
+        times = speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
+        return found._replace(metrics={**cast(Any, found.metrics), **times})
+
+    def _timed(
+        self,
+        run: TaskRun,
+        data: Any,
+        prefix: str,
+        completions: Sequence[str] | None,
+        listener: Listener = ignore_timing,
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the metrics of rows, those of completions included, and the times of this, under Trainer's names."""
+        started = time.time()
+        found, num_batches = self._evaluate_rows(run, data, prefix, listener)
+        metrics = cast(dict[str, float], found.metrics)
+        if completions is not None:
+            metrics |= self._answer_metrics(run, completions, listener)
+        return metrics, speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
+
+    def _evaluate_rows(
+        self, run: TaskRun, data: Any, prefix: str, listener: Listener = ignore_timing, *, collects: bool = False
+    ) -> tuple[PredictionOutput, int]:
+        """Return the metrics of a task, each under a key that begins with `prefix`; every process calls this.
 
         These are `eval_loss` (the mean over all terms of the task's loss), further metrics of its objective, and the
-        results of the task's own functions.
+        results of its `compute_metrics`. With `collects`, also the predictions and labels. The number is that of the
+        batches.
         """
-        if run.eval_data is None:
-            raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
         model, executor = self._placement.model, self._placement.executor
-        own = _OwnMetrics(run.task)
+        own = _OwnMetrics(run.task, prefix)
         with in_mode(model, training=False), torch.no_grad(), executor.precision():
-            metrics, failure = self._loss_metrics(run)
-            found: dict[str, float] | None = metrics
-            if run.task.compute_metrics is not None:
+            metrics, failure, num_batches = self._loss_metrics(run, data)
+            metrics = {f"{prefix}{key.removeprefix('eval')}": value for key, value in metrics.items()}
+            found: PredictionOutput | None = PredictionOutput(cast(Any, None), None, metrics)
+            if run.task.compute_metrics is not None or collects:
                 has_logits = False
-                for number, batch in self._own_batches(held_out_batches(run, self._plans.max_tokens)):
+                for number, batch in self._own_batches(held_out_batches(run, data, self._plans.max_tokens)):
                     # One pass holds the whole batch, even if a single row is longer than a pass may be: logits
                     # need whole rows.
                     (micro_batch,) = self._collator.micro_batches([batch], max_tokens=batch.num_tokens)
@@ -416,28 +465,28 @@ class TaskEvaluator:
                         own.add(number, logits, list(model.objectives.of(run.name).head.labels(batch, micro_batch)))
                 computed = own.result(self._of_replicas, computes=has_logits)
                 # As in Trainer, `compute_metrics` cannot set the loss.
-                found = None if computed is None else {**metrics, **computed, "eval_loss": metrics["eval_loss"]}
+                loss = {f"{prefix}_loss": metrics[f"{prefix}_loss"]}
+                found = None if computed is None else found._replace(metrics={**metrics, **computed, **loss})
+                if found is not None and collects:
+                    found = found._replace(predictions=cast(Any, own.predictions), label_ids=own.labels)
         # After the passes: all processes have come through them, so none waits for the one that failed.
         error = own.error if failure is None else UserCodeError(failure)
         gathered = executor.sync.gather((found, None if error is None else str(error), own.seconds))
-        metrics = agreed_metrics([(one, text) for one, text, _ in gathered], error)
+        agreed = agreed_metrics([(one, text) for one, text, _ in gathered], error)
         if run.task.compute_metrics is not None:
             listener(run.name, "compute_metrics", max(seconds for _, _, seconds in gathered))
-        if completions is None:
-            return metrics
-        return {**metrics, **self._answer_metrics(run, completions, listener)}
+        return agreed, num_batches
 
-    def _loss_metrics(self, run: TaskRun) -> tuple[dict[str, float], str | None]:
-        """Return the metrics of the objective from its mean loss over all held-out rows, and why it failed, if so."""
+    def _loss_metrics(self, run: TaskRun, dataset: Any) -> tuple[dict[str, float], str | None, int]:
+        """Return the metrics of the objective from its mean loss over all rows, its failure, number of batches."""
         objectives, max_tokens = self._placement.model.objectives, self._plans.max_tokens
-        objective, dataset = objectives.of(run.name), run.eval_data
-        totals = None
+        objective, totals = objectives.of(run.name), None
         if objective.uses_totals or dataset[0].token_columns:
             totals = batch_totals(TaskBatch(run.name, 0, 0, tuple(dataset[row] for row in range(len(dataset)))))
         sums: dict[int, tuple[float, int, list[float]]] = {}
         # A batch of several passes is packed better; if replicas share the rows, more batches are shared more evenly.
         limit = 8 * max_tokens if self._run.layout.num_replicas == 1 else max_tokens
-        for number, batch in self._own_batches(held_out_batches(run, limit, totals, is_as_trained=True)):
+        for number, batch in self._own_batches(held_out_batches(run, dataset, limit, totals, is_as_trained=True)):
             micro_batches = self._collator.micro_batches([batch], max_tokens=max_tokens)
             found = self._placement.executor.forward_sums(micro_batches)
             self._run.processes.wait_for_device()
@@ -453,7 +502,7 @@ class TaskEvaluator:
         terms = sum(counts) if totals is None else 1
         means = [sum(own) / terms for own in zip(*parts, strict=True)]
         statistics = dict(zip(objectives.statistic_names(run.name), means, strict=True))
-        return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None)
+        return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None), len(losses)
 
     def generate(self, runs: Sequence[TaskRun]) -> dict[str, list[str]]:
         """Return the completions of held-out prompts of each task that has `eval_generate`, by name.

@@ -99,6 +99,8 @@ def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
         faults.append(Fault("sweep", "no settings", 'at least one setting, such as {"learning_rate": [1e-4, 3e-4]}'))
     if task.eval_dataset is None:
         faults.append(Fault(f"tasks.{task.name}.eval_dataset", "None", "held-out rows, because a sweep ranks by them"))
+    elif isinstance(task.eval_dataset, dict):
+        faults.append(Fault(f"tasks.{task.name}.eval_dataset", "several", "one data set, because a sweep ranks by it"))
     if task.early_stopping is not None:
         allowed_rule = "None, because a sweep evaluates at its own steps"
         fix = 'Use early_stop="halving".'

@@ -38,16 +38,17 @@ from transformers import (
     TrainerState,
 )
 from transformers import trainer as hf_trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
 from peft_mux.checkpoint.hub import check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
+from peft_mux.engine.tasks.setup import make_task_runs, read_held_out, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskTable
-from peft_mux.errors import ConfigError, TaskFailedError
+from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_faults
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
@@ -64,7 +65,7 @@ from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEF
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock
-from peft_mux.task import Task, TaskStatus
+from peft_mux.task import Task, TaskStatus, opened_rows
 from peft_mux.trainer.inputs import (
     check_callbacks,
     check_evaluation,
@@ -83,7 +84,7 @@ from peft_mux.user_code import watching_model
 
 WORKING = frozenset(
     # Overridden by `MultiTaskTrainer`.
-    "train evaluate save_model push_to_hub log "
+    "train evaluate predict save_model push_to_hub log "
     # Callbacks of the run.
     "add_callback pop_callback remove_callback "
     # Numbers that a script prints or writes next to the run.
@@ -103,9 +104,8 @@ _INSTEAD = {
     ),
     "get_total_train_batch_size": "trainer.table[name].hyper.train_batch_size, the global batch of one task",
     "get_learning_rates": "the log_history of trainer.task_states[name], which has the learning_rate of one task",
-    "predict evaluation_loop prediction_step": (
-        "evaluate(name) for metrics on eval_dataset of a Task, or trainer.model.task_view(name), which generates and "
-        "gives logits with the adapter of that task"
+    "evaluation_loop prediction_step": (
+        "evaluate(name) or predict(name, rows), or trainer.model.task_view(name), which gives logits of a batch"
     ),
     "hyperparameter_search": "one Task for each setting: they train together, and each ends with its own metrics",
     "create_model_card init_hf_repo": "push_to_hub(name, repo_id=...), which uploads one task's adapter with a card",
@@ -467,11 +467,14 @@ class MultiTaskTrainer(Trainer):
                     run.upload.start()
                     run.upload.wait()
 
-    def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
+    def evaluate(  # type: ignore[override]
+        self, task: str | None = None, eval_dataset: Any = None, **unsupported: Any
+    ) -> dict[str, float]:
         """Evaluate one task, or all that have held-out rows; from another thread, after the step in progress.
 
         Args:
             task: name of the task; by default all.
+            eval_dataset: rows in place of its held-out rows, if `task` is given; no completions are generated then.
             **unsupported: Trainer's other arguments are refused.
 
         Returns:
@@ -480,20 +483,63 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: for a name that no task has, or a task without held-out rows.
         """
+        if task is None:
+            unsupported = {"eval_dataset": eval_dataset, **unsupported}
         refuse_trainer_arguments(unsupported)
+        rows = (
+            None if task is None or eval_dataset is None else {"eval": self._read(task, eval_dataset, "eval_dataset")}
+        )
 
         def evaluate() -> dict[str, float]:
             self._placement.load(self._plans.plan_stages)
-            held_out = [run for run in self.table if run.eval_data is not None]
+            held_out = [run for run in self.table if run.eval_data]
             runs = held_out if task is None else [self._membership.run_of(task)]
-            completions = self._evaluator.generate(runs)
+            completions = self._evaluator.generate(runs) if rows is None else {}
             return {
                 f"{run.name}/{key}": value
                 for run in runs
-                for key, value in self._evaluator.metrics(run, completions.get(run.name)).items()
+                for key, value in self._evaluator.metrics(run, completions.get(run.name), rows).items()
             }
 
         return self._membership.queue.ask("evaluate" if task is None else f"evaluate {task}", evaluate)
+
+    def predict(self, task: str, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:  # type: ignore[override]
+        """Return the predictions of a task's adapter for rows, as Trainer returns them; every process must call this.
+
+        Args:
+            task: name of the task.
+            test_dataset: rows as `Task(eval_dataset=...)` takes them, with labels.
+            metric_key_prefix: begins the keys of the metrics.
+
+        Returns:
+            Logits, `[rows, tokens, words]` or `[rows, classes]`, or what `preprocess_logits_for_metrics` makes of them;
+            labels; both filled with -100; and the metrics of an evaluation.
+
+        Raises:
+            ConfigError: for a name that no task has, or a task whose loss has no logits.
+            DataError: if rows cannot be read, or are left out, so that predictions would not fit the rows.
+        """
+        run = self._membership.run_of(task)
+        if not run.resolved.objective.has_logits:
+            raise ConfigError(f"tasks.{task}.objective must be one of rows with labels, to predict. Use evaluate().")
+        data = self._read(task, test_dataset, "test_dataset")
+        if len(data) != data.report.num_rows:
+            raise DataError(
+                f"tasks.{task}.test_dataset must have rows that all have labels and fit: {data.report.warning}"
+            )
+
+        def predict() -> PredictionOutput:
+            self._placement.load(self._plans.plan_stages)
+            return self._evaluator.predict(run, data, metric_key_prefix)
+
+        return self._membership.queue.ask(f"predict {task}", predict)
+
+    def _read(self, task: str, rows: Any, field: str) -> TokenizedDataset:
+        """Return the tokens of further rows of a task."""
+        run = self._membership.run_of(task)
+        rows, faults = opened_rows(run.task, rows, field, f"tasks.{task}")
+        raise_faults(faults)
+        return read_held_out(run.resolved, rows, run.held_out_options, self._placement.source.tokenizer, field)[1]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter with its card, each at the root of its sub-folder, loadable by plain PEFT."""

@@ -203,6 +203,8 @@ def test_a_part_of_the_rows_is_held_out_by_the_seed_of_the_task(size: float, cou
 def test_held_out_rows_of_a_task_replace_those_of_the_defaults(folder: Path) -> None:
     sql, math = read(folder, "defaults.val_size=2").tasks
     assert (len(sql.eval_dataset), len(math.eval_dataset), len(math.train_dataset)) == (2, len(EVAL_ROWS), len(ROWS))
+    (sql, _) = read(folder, "tasks.sql.eval_dataset={easy: rows.jsonl, hard: held_out.json}").tasks
+    assert {name: len(own) for name, own in sql.eval_dataset.items()} == {"easy": len(ROWS), "hard": len(EVAL_ROWS)}
 
 
 def test_data_sets_are_mixed_by_weight_or_joined_and_no_held_out_row_is_trained_on(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import EvalPrediction
+from transformers.trainer_utils import PredictionOutput
 
 from peft_mux import EarlyStopping, Task
 from peft_mux.errors import PeftMuxError
@@ -31,6 +32,7 @@ class Measured:
         evaluations: what was logged of each evaluation, by task.
         num_calls: of the functions of all tasks.
         evaluated: what `trainer.evaluate` returned after the run.
+        predicted: what `trainer.predict` returned after the run.
         refusals: messages of what a part of a model does not do.
     """
 
@@ -38,6 +40,7 @@ class Measured:
     evaluations: dict[str, list[dict[str, float]]]
     num_calls: int
     evaluated: dict[str, float]
+    predicted: PredictionOutput
     refusals: list[str] = field(default_factory=list)
 
 
@@ -107,7 +110,7 @@ def train(rank: int, folder: Path, arguments: dict[str, Any]) -> Measured:
     recorder, model = lab.Recorder(keep_weights=False), layout_cases.backbone("llama")
     trainer = lab.make_trainer(metric_tasks(calls), folder, model=model, recorder=recorder, **options)
     trainer.train()
-    evaluated = trainer.evaluate("well")
+    evaluated, predicted = trainer.evaluate("well"), trainer.predict("plain", HELD_OUT)
     refusals = _refusals(trainer.model, "well") if trainer.model.num_stages * trainer.model.tp_size > 1 else []
     trainer._run.processes.wait_for_all()
     return Measured(
@@ -115,6 +118,7 @@ def train(rank: int, folder: Path, arguments: dict[str, Any]) -> Measured:
         evaluations={run.name: evaluations(trainer, run.name) for run in trainer.table},
         num_calls=sum(one.num for one in calls.values()),
         evaluated=evaluated,
+        predicted=predicted,
         refusals=refusals,
     )
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,9 @@ def test_metrics_are_those_of_one_process_and_the_same_bits_on_all(
                 assert found == pytest.approx(wanted, rel=1e-5), name
         assert part.evaluated == pytest.approx(alone.evaluated, rel=1e-5)
         assert "well/eval_nll" in part.evaluated
+        np.testing.assert_allclose(part.predicted.predictions, alone.predicted.predictions, rtol=1e-4, atol=1e-5)
+        assert (part.predicted.label_ids == alone.predicted.label_ids).all()
+        assert part.predicted.metrics["test_loss"] == pytest.approx(alone.predicted.metrics["test_loss"], rel=1e-5)
     # Only processes with logits call the functions of tasks.
     has_logits = {"tp2": (1, 1), "unequal": (0, 1, 1), "fsdp2 x pp2": (0, 1, 0, 1)}[layout]
     assert [part.num_calls for part in parts] == [has * alone.num_calls for has in has_logits]

@@ -233,7 +233,7 @@ def _task_runs(case: Case, model: MultiTaskPeftModel) -> list[TaskRun]:
             TaskRun(
                 resolved=resolved,
                 loader=SimpleNamespace(steps_per_epoch=10),
-                eval_data=None,
+                eval_data={},
                 num_steps=5,
                 state=TrainerState(),
                 best=BestMetric(task, resolved.hyper),

@@ -21,4 +21,6 @@ def shown_task(name: str = "a", **facts: Any) -> Any:
     facts = {"swept_as": "", "task": SimpleNamespace(loss_type=None), **facts}
     facts["resolved"] = SimpleNamespace(objective=SimpleNamespace(name="sft"))
     given = {"step": 0, "num_steps": 100, "status": "running", "reason": "", "last_loss": float("nan"), "num_tokens": 0}
-    return SimpleNamespace(name=name, **{"state": SimpleNamespace(log_history=[]), "eval_data": [{}], **given, **facts})
+    return SimpleNamespace(
+        name=name, **{"state": SimpleNamespace(log_history=[]), "eval_data": {"eval": {}}, **given, **facts}
+    )

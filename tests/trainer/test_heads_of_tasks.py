@@ -28,6 +28,11 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
 
 
+def accuracy_of_rows(found: Any) -> dict[str, float]:
+    hits = found.predictions.argmax(-1) == found.label_ids
+    return {"accuracy": float(hits.mean()), "eval_rows": float(len(hits))}
+
+
 def words(**changed: Any) -> Task:
     return task_of("words", lab.rows(7, 24, 4, 20), WORDS, **{**SETTINGS, **changed})
 
@@ -93,6 +98,64 @@ def test_a_task_that_classifies_trains_as_with_trainer_alone(together: Run, tmp_
     wanted = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.arange(7) % 3).item()
     assert found["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     assert found["eval_accuracy"] == pytest.approx((logits.argmax(-1) == np.arange(7) % 3).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["words", "classes"])
+def test_several_eval_data_sets_and_predictions_are_those_of_trainer(name: str, tmp_path: Path) -> None:
+    labels = {"words": lambda row, _: row["input_ids"], "classes": lambda _, number: number % 3}[name]
+    key = {"words": "labels", "classes": "label"}[name]
+    many = [{**row, key: labels(row, number)} for number, row in enumerate(lab.rows(8, 24, 9, 9))]
+    options: dict[str, Any] = {"learning_rate": 3e-2, "max_steps": 6, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    options |= {"lr_scheduler_kwargs": {"patience": 0}, "load_best_model_at_end": True, "eval_steps": 2}
+    options |= {"metric_for_best_model": "b_loss"}
+    held_out = {"a": many[:3], "b": many[3:8]}
+    config = {"words": LoraConfig(r=4, target_modules="all-linear"), "classes": CLASSES}[name]
+    own = {"eval_dataset": held_out, "compute_metrics": accuracy_of_rows, "shuffle": False, "train_batch_size": 4}
+    tasks = [task_of(name, many[8:], config, seed=3, **own, **options), task_of("b", many, WORDS)]
+    ours = train(tasks, tmp_path / "a")
+    train(tasks, tmp_path / "stopped", recorder=Recorder(at_end={3: stop}))
+    resumed = train(tasks, tmp_path / "stopped", resume=True)
+    lab.assert_bit_identical(resumed, ours, name, steps=0)
+    assert resumed.trainer.task_states[name].log_history == ours.trainer.task_states[name].log_history
+    (shown, _), page = ours.trainer.report().rows, (tmp_path / "a" / "report.html").read_text()
+    assert (shown.best_metric, shown.best) == ("eval_b_loss", ours.trainer.task_states[name].best_metric)
+    assert shown.eval_loss is not None
+    assert "b_loss" in page
+    assert "eval_b_loss" in (tmp_path / "a" / name / "README.md").read_text()
+
+    model = {"words": lambda: lab.tiny_llama().double(), "classes": classifier}[name]()
+    model = get_peft_model(model, config)
+    initial = ours.recorder.before[name][0]
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(initial[parameter_name.replace(".default", "")])
+    args = TrainingArguments(
+        str(tmp_path / "b"), per_device_train_batch_size=4, train_sampling_strategy="sequential", use_cpu=True,
+        report_to="none", save_steps=2, eval_strategy="steps", disable_tqdm=True, **options,
+    )  # fmt: skip
+    given: dict[str, Any] = {"train_dataset": many[8:], "eval_dataset": held_out, "compute_metrics": accuracy_of_rows}
+    trainer = Trainer(model, args, **given)
+    trainer.train()
+    state = ours.trainer.task_states[name]
+    theirs = [entry for entry in trainer.state.log_history if any(part.startswith("eval_") for part in entry)]
+    found = [entry for entry in state.log_history if any(part.startswith("eval_") for part in entry)]
+    assert len(found) == len(theirs) == 6
+    for entry, wanted in zip(found, theirs, strict=True):
+        wanted = {key: value for key, value in wanted.items() if not key.endswith(("runtime", "per_second"))}
+        assert {key: entry[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+        assert {key.removesuffix("perplexity") for key in entry.keys() - wanted.keys()} <= {"eval_a_", "eval_b_"}
+    assert state.best_metric == pytest.approx(trainer.state.best_metric, rel=1e-5)
+    assert state.best_global_step == trainer.state.best_global_step
+    for rows in held_out.values():
+        wanted, output = trainer.predict(rows), ours.trainer.predict(name, rows)  # type: ignore[arg-type]
+        np.testing.assert_allclose(output.predictions, wanted.predictions, rtol=1e-5, atol=1e-5)
+        assert (output.label_ids == wanted.label_ids).all()
+        assert output.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-5)
+        assert wanted.metrics.keys() - output.metrics.keys() <= {"test_model_preparation_time"}
+    again = ours.trainer.evaluate(name, held_out["b"])
+    assert again[f"{name}/eval_loss"] == pytest.approx(state.best_metric, rel=1e-5)
 
 
 def test_language_modelling_and_classification_are_each_as_alone_and_one_that_fails_leaves_the_other(

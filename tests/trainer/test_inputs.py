@@ -167,6 +167,13 @@ def test_arguments_of_train_and_evaluate_without_meaning_are_refused_by_name(tmp
         trainer.train(trial=3)
     with pytest.raises(ConfigError, match=r"eval_dataset .*got list"):
         trainer.evaluate(eval_dataset=[1])
+    with pytest.raises(
+        DataError, match=r"tasks\.own\.test_dataset must have rows that all have labels and fit: .*1 of 2"
+    ):
+        trainer.predict("own", [{"input_ids": [1, 2]}, {"input_ids": [1]}])
+    several = small_task("several", data_seed=1, eval_dataset=dict.fromkeys("ab", rows(1, 2, 4, 4)))
+    with pytest.raises(ConfigError, match=r"tasks\.several\.metric_for_best_model must be .*such as eval_a_loss, got"):
+        make_trainer([several], tmp_path, load_best_model_at_end=True)
     with pytest.raises(ConfigError, match="at least one Task, got a single Task"):
         trainer.register_tasks(OWN)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="callbacks must be a list of TrainerCallback objects or classes, got 3"):

@@ -18,7 +18,7 @@ from typing import Any, cast
 from peft import PromptLearningConfig
 
 from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
-from peft_mux.data.dataset import TaskLoader, open_rows, tokenize_dataset
+from peft_mux.data.dataset import TaskLoader, TokenizedDataset, open_rows, tokenize_dataset
 from peft_mux.data.packing.prefixes import any_share_prefix
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import CLASS_LABELS, TokenizeOptions, own_tokenizer
@@ -47,6 +47,9 @@ def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> li
         if task.save_steps and args.save_strategy == "no":
             got, allowed = f'{task.save_steps} with save_strategy="no"', "None, or used with another save_strategy"
             faults.append(Fault(f"tasks.{task.name}.save_steps", got, allowed, "The run would save nothing."))
+        if isinstance(task.eval_dataset, dict) and hyper.metric_for_best_model in ("loss", "eval_loss"):
+            allowed = f"a metric of one data set, such as eval_{next(iter(task.eval_dataset))}_loss"
+            faults.append(Fault(f"tasks.{task.name}.metric_for_best_model", '"loss", which several have', allowed))
         if loss.objective is not None and loss.args is not None:
             loss_args = replace(loss.args, label_smoothing_factor=hyper.label_smoothing_factor)
             # A copy, because the user's own may change: its name is a key of many tables.
@@ -134,25 +137,18 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
                 f"tasks.{task.name}.num_train_epochs must give at most {MOST_STEPS} steps: {got}. Set max_steps."
             )
     check_optimizer(task.name, hyper, num_steps, args)
-    eval_data, eval_prompts = None, ()
-    if task.eval_dataset is not None:
-        rows = task.eval_dataset
-        if not hasattr(rows, "__len__"):
-            # Every evaluation uses all held-out rows, so an evaluation stream is read once and kept.
-            where = f"tasks.{task.name}.eval_dataset"
-            with _naming(where):
-                own = (list(takewhile(lambda _: not reader.is_over, one)) for one in (rows,))
-                reader = ReadAhead(own, where=where, timeout_s=hyper.data_timeout_s)
-                rows = reader.take()
-        options = replace(options, packing=False)  # which would not change a mean over tokens
-        eval_data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
-        if eval_data.report.warning:
-            warnings.warn(eval_data.report.warning, UserWarning, stacklevel=2)
-        is_same = task.eval_dataset is task.train_dataset
-        if is_same or (isinstance(loader, TaskLoader) and eval_data.has_tokens_of(loader.dataset)):
+    eval_data, eval_prompts = {}, ()
+    given = {} if task.eval_dataset is None else task.eval_dataset
+    options = replace(options, packing=False)  # which would not change a mean over tokens
+    for part, rows in given.items() if isinstance(given, dict) else [("", given)]:
+        split, prefix = (f"eval_dataset.{part}", f"eval_{part}") if part else ("eval_dataset", "eval")
+        held_out, data = read_held_out(resolved, rows, options, tokenizer, split)
+        eval_data[prefix] = data
+        if rows is task.train_dataset or (isinstance(loader, TaskLoader) and data.has_tokens_of(loader.dataset)):
             what = "held-out metrics will not show overfitting. Give rows that are not trained on."
-            warnings.warn(f"tasks.{task.name}.eval_dataset has the rows of train_dataset: {what}", stacklevel=2)
-        eval_prompts = _read_eval_prompts(resolved, rows, options, tokenizer)
+            warnings.warn(f"tasks.{task.name}.{split} has the rows of train_dataset: {what}", stacklevel=2)
+        if not part:
+            eval_prompts = _read_eval_prompts(resolved, held_out, options, tokenizer)
     form, num_labels = resolved.objective.row_form, task.num_labels
     if not (form.needs_label or form.has_token_labels):
         num_labels = form.num_labels
@@ -170,8 +166,34 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         state=new_state(hyper, args, num_steps, loader.steps_per_epoch),
         best=BestMetric(task, hyper),
         eval_prompts=eval_prompts,
+        held_out_options=options,
         router_coefficient=resolved.router_coefficient(config),
     )
+
+
+def read_held_out(
+    resolved: ResolvedTask, rows: Any, options: TokenizeOptions, tokenizer: Any, split: str
+) -> tuple[Any, TokenizedDataset]:
+    """Return held-out rows with a length, and their tokens; warn about rows that are cut or left out.
+
+    Args:
+        resolved: the task.
+        rows: a dataset or a stream.
+        options: how the rows become tokens.
+        tokenizer: the tokenizer; `None` for tokenised rows.
+        split: name of the dataset, for messages.
+    """
+    if not hasattr(rows, "__len__"):
+        # Every evaluation uses all held-out rows, so an evaluation stream is read once and kept.
+        where = f"tasks.{resolved.name}.{split}"
+        with _naming(where):
+            own = (list(takewhile(lambda _: not reader.is_over, one)) for one in (rows,))
+            reader = ReadAhead(own, where=where, timeout_s=resolved.hyper.data_timeout_s)
+            rows = reader.take()
+    data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split=split)
+    if data.report.warning:
+        warnings.warn(data.report.warning, UserWarning, stacklevel=2)
+    return rows, data
 
 
 _SAMPLE_ROWS = 64

@@ -202,7 +202,8 @@ class TaskRun:
     Attributes:
         resolved: the task with its settings complete.
         loader: yields the global batch of any step.
-        eval_data: tokenised held-out rows, or `None`.
+        eval_data: tokenised held-out rows by the prefix of their metrics: `eval`, or `eval_<name>` for each of several
+            data sets; empty without held-out rows.
         num_steps: optimizer steps that the task will take.
         state: the `TrainerState`, for callbacks and the log history.
         best: the metric that early stopping tracks.
@@ -220,6 +221,7 @@ class TaskRun:
         best_weights: weights of the best evaluation, on the CPU; empty if none is kept.
         eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
         sharing_remark: why its rows do not share the tokens that they begin with, if the user should know; else "".
+        held_out_options: how further held-out rows become tokens.
         own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep requires.
         router_coefficient: coefficient of the balancing loss of routers, 0 for none.
         swept: settings that a sweep ranks it by, which must not change when it is resumed.
@@ -229,7 +231,7 @@ class TaskRun:
 
     resolved: ResolvedTask
     loader: Any
-    eval_data: Any
+    eval_data: dict[str, Any]
     num_steps: int
     state: TrainerState
     best: BestMetric
@@ -246,6 +248,7 @@ class TaskRun:
     num_tokens: int = 0
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     eval_prompts: tuple[PromptRow, ...] = ()
+    held_out_options: Any = None
     sharing_remark: str = ""
     own_eval_steps: frozenset[int] = frozenset()
     router_coefficient: float = 0.0
@@ -287,7 +290,7 @@ class TaskRun:
     @property
     def eval_every(self) -> int:
         """Number of steps between evaluations; 0 for none."""
-        if self.eval_data is None or self.hyper.eval_steps == 0:
+        if not self.eval_data or self.hyper.eval_steps == 0:
             return 0
         own = self.hyper.eval_steps
         return self.steps_per_epoch if own == -1 else steps_of(own, self.num_steps)
@@ -300,7 +303,7 @@ class TaskRun:
     @property
     def is_evaluation_due(self) -> bool:
         """Whether to evaluate after the step just taken."""
-        if self.eval_data is not None and self.step in self.own_eval_steps:
+        if self.eval_data and self.step in self.own_eval_steps:
             return True
         every = self.eval_every
         # As in Trainer, the last step is evaluated too.

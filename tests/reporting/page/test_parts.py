@@ -178,7 +178,7 @@ def test_a_notebook_has_one_output_that_is_updated_and_gets_later_lines_at_once(
         return SimpleNamespace(update=update)
 
     monkeypatch.setattr(display, "display", show)
-    own = shown_task("sql", num_steps=9, last_loss=1.0, eval_data=None)
+    own = shown_task("sql", num_steps=9, last_loss=1.0, eval_data={})
     progress = NotebookProgress(RunWatch())
     progress.log("before")
     progress.start([own])

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 
 def task(name: str) -> Any:
-    return shown_task(name, step=3, num_steps=9, last_loss=1.5, num_tokens=10, eval_data=None)
+    return shown_task(name, step=3, num_steps=9, last_loss=1.5, num_tokens=10, eval_data={})
 
 
 def made(monkeypatch: pytest.MonkeyPatch, stream: Any, **options: bool) -> Any:
