@@ -57,6 +57,7 @@ class Case:
         name: model of the card.
         capability: compute capability of the card.
         has_driver: whether Triton finds a driver.
+        num_rows: rows of each task in a step.
         on_side_stream: whether the current stream is not the default one, as in passes that take turns.
     """
 
@@ -73,6 +74,7 @@ class Case:
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
     has_driver: bool = True
+    num_rows: int = 2
     on_side_stream: bool = False
 
 
@@ -167,7 +169,7 @@ def _rows(rng: np.random.Generator, case: Case) -> list[TokenSequence]:
     # Long rows too, where a gradient is added up of several parts.
     shortest, longest = (300, 500) if case.architecture in backbones.REAL_WIDTHS else (5, 70)
     rows = []
-    for row, length in enumerate(rng.integers(shortest, longest, size=2)):
+    for row, length in enumerate(rng.integers(shortest, longest, size=case.num_rows)):
         ids = rng.integers(1, backbones.VOCABULARY, length).astype(np.int64)
         label = int(rng.integers(0, backbones.NUM_LABELS)) if case.architecture == "bert" else None
         rows.append(TokenSequence(ids, ids.copy(), row, class_label=label))

@@ -40,6 +40,8 @@ CARDS = {
 }
 FORMS: dict[str, dict[str, Any]] = {
     "llama 8B": {"architecture": "llama 8B", "dtype": "fp32", "autocast": True},
+    "llama 8B, long passes": {"architecture": "llama 8B", "num_rows": 8},
+    "llama 8B, long passes in fp32": {"architecture": "llama 8B", "dtype": "fp32", "num_rows": 8},
     "qwen2 7B": {"architecture": "qwen2 7B", "dtype": "bf16", "captured": True},
     "gemma2 9B": {"architecture": "gemma2 9B", "dtype": "fp16"},
     "llama 8B with bottlenecks": {"architecture": "llama 8B", "has_bottlenecks": True},
@@ -124,8 +126,9 @@ def assert_lean(one: Variant) -> None:
 def test_launches_of_one_width_compile_for_the_oldest_and_the_newest_card(
     run_cases: Callable[..., Found], tmp_path: Path
 ) -> None:
-    made = variants([80, 100], ["llama 8B"], run_cases, tmp_path, widths={4096})
+    made = variants([80, 100], ["llama 8B", "llama 8B, long passes"], run_cases, tmp_path, widths={4096})
     assert {one.kernel for one in made} > OF_LORA
+    assert {one.constants["ROWS"] for one in made if one.kernel == "shrink_kernel"} == {16, 64}
     for one in made:
         assert_lean(one)
 

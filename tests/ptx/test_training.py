@@ -140,6 +140,23 @@ def test_a_task_next_to_nan_neighbours_has_the_bits_that_it_has_alone(dropout: f
     assert torch.equal(gradient[2], gradient_alone[0])
 
 
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
+def test_programs_of_sixteen_rows_give_the_bits_of_whole_tiles(capability: int, dropout: float) -> None:
+    torch.manual_seed(0)
+    lengths, ranks, width = (70, 33), (16, 24), 256
+    x = torch.randn(sum(lengths), width).to(torch.bfloat16)
+    factors = [torch.randn(rank, width).to(torch.bfloat16) for rank in ranks]
+    with ptx_on_cpu(capability) as launches:
+        short, whole = (
+            shrink_and_wgrad(lengths, ranks, x, factors, dropout, seeds=[1, 2], shrink_rows=rows)[0]
+            for rows in (16, 64)
+        )
+    assert ("wgmma" in launches.opcodes) == (capability == 90)
+    assert torch.equal(short, whole)
+    assert short[:70, :16].any()
+
+
 def shrink_and_wgrad(
     lengths: tuple[int, ...],
     ranks: tuple[int, ...],
@@ -148,9 +165,11 @@ def shrink_and_wgrad(
     dropout: float,
     *,
     seeds: list[int],
+    shrink_rows: int = 16,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return `s = x A^T` of all tasks, and `s^T x` of each."""
     tables = SegmentTables(lengths, seeds)
+    tables.shrink_rows = shrink_rows
     table = RankTable(ranks, [1.5] * len(ranks), dropouts=[dropout] * len(ranks))
     s = torch.zeros(sum(lengths), 64, dtype=torch.bfloat16)
     gradients = [torch.zeros(rank, x.shape[1]) for rank in ranks]

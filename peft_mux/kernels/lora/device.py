@@ -128,12 +128,13 @@ def shrink_kernel(
     scaled: tl.int32,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DROP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """S of one tile of rows and one block of ranks: the sum over all columns of `x`."""
+    """S of `ROWS` rows of one tile and one block of ranks: the sum over all columns of `x`."""
     tile = tl.program_id(0)
     segment = tl.load(tile_segment_ptr + tile)
     # Tables have a fixed size, so this step may not use all tiles.
@@ -143,9 +144,13 @@ def shrink_kernel(
     first_rank = tl.program_id(1) * BLOCK_R
     if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
         return
+    first_row = tl.load(tile_row_ptr + tile) + tl.program_id(2) * ROWS
+    end_row = tl.minimum(tl.load(seg_end_ptr + segment), first_row + ROWS)
+    if first_row >= end_row:
+        return
     # int64, as row times stride passes 2^31 elements in long streams of wide layers.
-    row = (tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)).to(tl.int64)
-    row_mask = row < tl.load(seg_end_ptr + segment)
+    row = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    row_mask = row < end_row
     ranks = first_rank + tl.arange(0, BLOCK_R)
     rank_mask = ranks < rank
     column = tl.arange(0, BLOCK_D)

@@ -151,7 +151,8 @@ class LoraGroup:
         """
         if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
             return None
-        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
+        sizes = segments.block_rows, segments.shrink_rows, segments.chunk_rows, segments.num_segments
+        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), sizes
         return self._layouts.setdefault(key, len(self._layouts))
 
 

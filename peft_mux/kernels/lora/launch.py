@@ -144,7 +144,8 @@ def shrink(
     if launches is None:
         launches = w.launches[key] = []
         for lowest, highest, block_ranks in _rank_classes(ranks):
-            tile = tiles("shrink", gpu_model(x_TD.device), block_ranks, x_TD.element_size())
+            is_short = tables.shrink_rows < tables.block_rows
+            tile = tiles("shrink", gpu_model(x_TD.device), block_ranks, x_TD.element_size(), is_short=is_short)
             launch = Launch(
                 shrink_kernel,
                 tile,
@@ -152,6 +153,7 @@ def shrink(
                 *(x_TD.stride(0), s_TC.stride(0), lowest, highest, signed_seed(module_seed), int(scaled)),
                 D=w.width,
                 BLOCK_M=tables.block_rows,
+                ROWS=tables.shrink_rows,
                 BLOCK_D=tile.columns,
                 BLOCK_R=block_ranks,
                 DROP=drop,
@@ -160,8 +162,9 @@ def shrink(
             launches.append((triton.cdiv(min(highest, ranks.max_rank), block_ranks), launch))
     # Without dropout the last argument is not read, but it must be a tensor.
     moving = x_TD, s_TC, tables.step_seed_G if places is None else places
+    parts = tables.block_rows // tables.shrink_rows
     for num_blocks, launch in launches if tables.num_tiles else ():
-        launch((tables.num_tiles, num_blocks, 1), moving, tables.of_tiles, is_aligned=layout is not None)
+        launch((tables.num_tiles, num_blocks, parts), moving, tables.of_tiles, is_aligned=layout is not None)
 
 
 def expand(
@@ -335,7 +338,7 @@ def wgrad(
 def _layout_of(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables) -> tuple[Any, ...]:
     """Return the key of a launch: everything that determines it or is checked, except for the rows."""
     tensors = x_TD.dtype, x_TD.shape[1], x_TD.stride(), s_TC.dtype, s_TC.shape[1], s_TC.stride()
-    return (*tensors, tables.num_segments, tables.block_rows, tables.chunk_rows)
+    return (*tensors, tables.num_segments, tables.block_rows, tables.shrink_rows, tables.chunk_rows)
 
 
 def _found(

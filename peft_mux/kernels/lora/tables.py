@@ -45,6 +45,13 @@ MAX_JOINT_RANK = 1024
 BLOCK_ROWS = 64
 """Rows of a tile: the work of one program of shrink and expand."""
 
+SHORT_ROWS, SHORT_TOKENS = 16, 4096
+"""In a pass of fewer tokens than this, a program of shrink has so many rows of a tile: with whole tiles, most
+processors would have no program. It computes a whole tile's block, the other rows masked, for the same bits."""
+_SHORT_STAGES = 8, 5
+"""Loads in flight in such programs, for narrow and wide ranks, because each loads less at a time. They take at most
+80 KiB of shared memory (160 on Hopper), which every GPU with bf16 has."""
+
 CHUNK_ROWS = 512
 """Rows of a chunk: one program of wgrad sums them up before the chunks are added in order."""
 
@@ -65,7 +72,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# For narrow and for wide ranks. At most 48 KiB of shared memory in 16 bits: fits every GPU that has bf16.
+# For narrow and for wide ranks. At most 48 KiB of shared memory in 16 bits, which every GPU with bf16 has.
 _DEFAULT = {
     "shrink": (Tiles(64, 4, 3), Tiles(64, 4, 2)),
     "expand": (Tiles(128, 4, 2), Tiles(128, 4, 2)),
@@ -81,7 +88,7 @@ _TILES_BY_MODEL: dict[str, dict[str, tuple[Tiles, Tiles]]] = {
 }  # fmt: skip
 
 
-def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int) -> Tiles:
+def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int, *, is_short: bool = False) -> Tiles:
     """Return the launch settings of a kernel.
 
     Args:
@@ -89,9 +96,12 @@ def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int) ->
         device_name: model of the GPU, as `gpu_model` returns it.
         block_ranks: number of ranks of a block, 16 or 64.
         element_size: bytes of an element.
+        is_short: whether programs have `SHORT_ROWS` rows.
     """
     narrow, wide = _TILES_BY_MODEL.get(device_name, _DEFAULT)[kernel]
     found = narrow if block_ranks <= NARROW_RANK else wide
+    if is_short:
+        found = found._replace(stages=_SHORT_STAGES[block_ranks > NARROW_RANK])
     if element_size <= 2:
         return found
     # Half as many columns of 4 bytes need the same shared memory; the reduction keeps its blocks in registers.
@@ -137,6 +147,7 @@ class SegmentTables:
         num_segments: G.
         num_rows: number of rows that belong to a segment.
         num_tiles: NT, the programs of a launch over rows.
+        shrink_rows: rows of a tile for each program of shrink.
         num_chunks: NC, the programs of a launch over chunks.
         of_tiles: the table arguments of launches over rows, in order.
         of_chunks: the table arguments of launches over chunks, in order.
@@ -163,6 +174,7 @@ class SegmentTables:
         count = self.num_segments = len(lengths)
         self.block_rows, self.chunk_rows = block_rows, chunk_rows
         self.max_tokens = sum(lengths) if max_tokens is None else max_tokens
+        self.shrink_rows = SHORT_ROWS if self.max_tokens < SHORT_TOKENS else block_rows
         if max_tokens is None:
             num_tiles = sum(-(-length // block_rows) for length in lengths)
             num_chunks = sum(-(-length // chunk_rows) for length in lengths)

@@ -149,6 +149,18 @@ def test_factors_that_a_launch_could_not_read_are_refused(parts: list, message: 
         Factors(parts, 16)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "rows", "programs"),
+    [([138] * 8, None, 16, 96), ([138] * 8, 4096, 64, 72), ([512] * 8, None, 64, 64), ([512] * 7, None, 16, 224)],
+)
+def test_short_passes_have_four_programs_of_shrink_for_each_tile(
+    lengths: list[int], max_tokens: int | None, rows: int, programs: int
+) -> None:
+    tables = SegmentTables(lengths, range(len(lengths)), max_tokens=max_tokens)
+    assert tables.shrink_rows == rows
+    assert tables.num_tiles * tables.block_rows // rows == programs
+
+
 # ------------------------------------------------------------------------------ tile choices
 
 
