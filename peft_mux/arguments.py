@@ -16,26 +16,20 @@ import os
 import re
 import reprlib
 import textwrap
-import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
-from accelerate import PartialState
 from transformers import SchedulerType, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
-from peft_mux.scheduler.dispatching.dispatch import Policy
-from peft_mux.scheduler.pipeline.template import SCHEDULES
-from peft_mux.scheduler.planner.policies import POLICIES
+from peft_mux.rendezvous import meet
+from peft_mux.scheduler.names import DISPATCHES, POLICY_NAMES, SCHEDULES
 
 LOGGERS_OF_MANY_RUNS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Loggers that can open one run per task (`reporting.trackers`); the others support one run per process."""
@@ -452,10 +446,10 @@ _IS_FLAG = {"nargs": "?", "const": True}
 _CHOICES: Mapping[str, Iterable[str]] = by_name(
     {
         "overlong_policy": ("truncate", "drop", "error"),
-        "planner": POLICIES,
+        "planner": POLICY_NAMES,
         "pipeline_schedule": SCHEDULES,
         "pipeline_flush": ("auto", "every_step"),
-        "dispatch": get_args(Policy),
+        "dispatch": DISPATCHES,
         "measured_times": ("report", "plan"),
         "quarantine_policy": ("quarantine", "stop"),
         "reduce_dtype": ("float32", "bfloat16"),
@@ -677,7 +671,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         # It has no effect here, so it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
         self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
-        _meet(self)
+        meet(is_cpu=bool(self.use_cpu), timeout_s=self.ddp_timeout)
         try:
             super().__post_init__()
         except (ValueError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
@@ -734,38 +728,6 @@ class MultiTaskTrainingArguments(TrainingArguments):
         """Options of `torch.utils.checkpoint`, under either of the two names."""
         options = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
         return dict(options) if isinstance(options, dict) else {}
-
-
-def _meet(args: MultiTaskTrainingArguments) -> None:
-    """Let the workers of one attempt of torchrun exchange addresses apart from those of the attempts before.
-
-    torchrun keeps its store for all attempts. With torch 2.13, restarted workers find the addresses of dead ones there,
-    and wait for them. No variable has the same number of the attempt on all nodes, so rank 0 names the attempt.
-    """
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shares_store or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
-        return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=args.ddp_timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore("peft_mux", dist.TCPStore(address, port, is_master=False, timeout=timeout))
-    attempt = uuid.uuid4().hex
-    if rank > 0:
-        # Answers to words of an earlier attempt have other names.
-        store.set(f"hello/{rank}", attempt)
-        attempt = store.get(f"welcome/{attempt}").decode()
-        store.set(f"met/{attempt}/{rank}", "")
-    else:
-        missing, ends = set(range(1, world_size)), time.monotonic() + args.ddp_timeout
-        while missing and time.monotonic() < ends:  # else the next meeting says who is missing
-            for other in tuple(missing):
-                if store.check([f"hello/{other}"]):
-                    store.set(f"welcome/{store.get(f'hello/{other}').decode()}", attempt)
-                if store.check([f"met/{attempt}/{other}"]):
-                    missing.remove(other)
-            time.sleep(0.02)
-    # accelerate chooses the backend, and uses the group that it finds later on.
-    PartialState(cpu=bool(args.use_cpu), timeout=timeout, store=dist.PrefixStore(attempt, store))
 
 
 def _precision_of_launcher() -> str:

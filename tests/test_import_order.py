@@ -21,6 +21,7 @@ PACKAGE = ROOT / "peft_mux"
 
 ROOMS = (
     "errors",
+    "rendezvous",
     "user_code",
     "kernels",
     "data",

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from benchmarks.training.mux import trainer_for
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
-from peft_mux.scheduler.pipeline.template import Schedule
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, register_policy
 

@@ -37,8 +37,9 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, interval_tokens
-from peft_mux.scheduler.dispatching.dispatch import Dispatch, Policy, deal_buckets, dispatch
+from peft_mux.scheduler.dispatching.dispatch import Dispatch, deal_buckets, dispatch
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.names import Dispatching
 from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
 
 LEAST_SOLVED_S = 1.0
@@ -251,7 +252,7 @@ class DispatchedShares:
         time_model: ReplicaTimeModel | None = None,
         processes: Processes | None = None,
         *,
-        policy: Policy = "balanced",
+        policy: Dispatching = "balanced",
         solver: Any = None,
         clock: DispatchClock | None = None,
         rates: ReplicaRates | None = None,

@@ -26,8 +26,8 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import STREAMING_PART, Curve, Profile, analytic_profile, launch_s
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.values import Budget, Outcome
 

@@ -32,6 +32,7 @@ from peft_mux.scheduler.dispatching.problem import (
     relocate,
     uniform,
 )
+from peft_mux.scheduler.names import Dispatching
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 DEFAULT_RELATIVE_GAP = 0.01
@@ -41,7 +42,6 @@ _MOST_MOVES = 200
 """A bound on the time: a move costs up to groups times buckets calls of the time model. How many are made is printed by
 benchmarks/lobra/dispatch.py; if the bound is reached, the dispatch says so."""
 
-Policy = Literal["balanced", "length", "uniform"]
 Status = Literal["optimal", "feasible within the time limit", "greedy fallback", "by moves", "by rule"]
 _RULES: dict[str, Callable[[DispatchProblem], np.ndarray]] = {"length": length_based, "uniform": uniform}
 
@@ -64,7 +64,7 @@ class Dispatch:
     boundaries: tuple[int, ...]
     replica_counts: tuple[tuple[tuple[int, ...], ...], ...]
     group_s: tuple[float, ...]
-    policy: Policy
+    policy: Dispatching
     status: Status
     note: str
     solve_s: float
@@ -85,7 +85,7 @@ def dispatch(
     bucketing: Bucketing,
     time_model: ReplicaTimeModel,
     *,
-    policy: Policy = "balanced",
+    policy: Dispatching = "balanced",
     warm_start: Dispatch | None = None,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     relative_gap: float = DEFAULT_RELATIVE_GAP,

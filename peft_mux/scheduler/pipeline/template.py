@@ -28,14 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
+from peft_mux.scheduler.names import SCHEDULES, Schedule
 from peft_mux.scheduler.pipeline.launch import BucketLoad, Links, ListScheduler, Move, Slot, group_micro_batches
 
 FORMAT_VERSION = 1
-
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "mux"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class Action(NamedTuple):

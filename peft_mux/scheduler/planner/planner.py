@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from peft_mux.scheduler.costs.latency import CostModel, range_sums
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import (
     MOST_STEPS,
@@ -48,7 +49,7 @@ from peft_mux.scheduler.pipeline.simulator import (
     steady_lower_bound_s,
     window_step_s,
 )
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 from peft_mux.scheduler.planner.fusion import Buckets, Interval, cheapest_partition, group
 from peft_mux.scheduler.planner.passes import CutHTask, TurnTimes, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from peft_mux.scheduler.pipeline.template import Schedule
+from peft_mux.scheduler.names import POLICY_NAMES, Schedule
 from peft_mux.scheduler.planner.fusion import Interval, fuse
 
 
@@ -129,6 +129,7 @@ def register_policy(policy: Policy) -> None:
     if policy.name in POLICIES:
         raise ValueError(f"a policy is already named {policy.name!r}. Choose another name.")
     POLICIES[policy.name] = policy
+    POLICY_NAMES.append(policy.name)
 
 
 def policy_named(name: str) -> Policy:

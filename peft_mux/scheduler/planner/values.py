@@ -8,8 +8,9 @@ from typing import Literal
 from peft_mux.data.packing.passes import PassRules
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.launch import BucketLoad, Links
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
+from peft_mux.scheduler.pipeline.template import PipelineTemplate
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.values import Budget, Outcome

@@ -8,9 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 
 Buckets = list[BucketLoad]
 Variant = tuple[Schedule, int]

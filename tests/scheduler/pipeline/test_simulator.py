@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.simulator import (
     build_window,
     lower_bound_s,
@@ -18,7 +19,7 @@ from peft_mux.scheduler.pipeline.simulator import (
     steady_lower_bound_s,
     window_step_s,
 )
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 from tests.scheduler.pipeline.cases import (
     Buckets,
     Variant,

@@ -11,6 +11,7 @@ import pytest
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler import plan_tasks
+from peft_mux.scheduler.names import POLICY_NAMES
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.policies import (
     POLICIES,
@@ -72,7 +73,7 @@ def test_every_task_is_placed_unless_tasks_run_alone_and_the_plan_is_printed_and
 
 
 def test_the_policies_that_come_with_the_package_keep_their_names_and_their_order() -> None:
-    assert list(POLICIES) == ["mux", "together", "interleaved", "sequential"]
+    assert list(POLICIES) == POLICY_NAMES == ["mux", "together", "interleaved", "sequential"]
 
 
 def test_baselines_have_one_partition_and_mux_compares_its_fusion_with_theirs_where_stages_are_many() -> None:
@@ -109,7 +110,8 @@ def pairs() -> Iterator[Policy]:
     policy = Pairs()
     register_policy(policy)
     yield policy
-    POLICIES.pop(policy.name, None)
+    if POLICIES.pop(policy.name, None):
+        POLICY_NAMES.remove(policy.name)
 
 
 def test_a_policy_that_is_registered_plans_and_prints_with_nothing_else_touched(pairs: Policy) -> None:
@@ -127,6 +129,7 @@ def test_a_policy_that_is_registered_plans_and_prints_with_nothing_else_touched(
 def test_a_run_accepts_a_policy_as_long_as_it_is_registered(pairs: Policy) -> None:
     assert MultiTaskTrainingArguments(planner="pairs", use_cpu=True).planner == "pairs"
     POLICIES.pop("pairs")
+    POLICY_NAMES.remove("pairs")
     with pytest.raises(
         ConfigError, match=r"args\.planner must be one of mux, together, interleaved, sequential, got 'pairs'"
     ):
