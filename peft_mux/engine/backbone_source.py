@@ -182,7 +182,7 @@ class BackboneSource:
                         fix,
                     )
                     for task in held
-                    if not model.was_given(task.name, task.peft_config)
+                    if not model.registry.was_given(model, task.name, task.peft_config)
                 ]
             )
             missing = [task for task in tasks if task.name not in model.tasks]

@@ -107,6 +107,16 @@ def require_all_layers(model: MultiTaskPeftModel, what: str) -> None:
         )
 
 
+def require_words(model: MultiTaskPeftModel, name: str, what: str) -> None:
+    """Raise a `ConfigError` if a task classifies; `what`, which generates text, was asked of it."""
+    kind = model.objectives.of(name).head.kind
+    if not kind.is_shared:
+        raise ConfigError(
+            f'{what} needs a task that makes words, got the {kind.name} task "{name}". For its classes, call '
+            f'task_view("{name}").'
+        )
+
+
 class TaskView:
     """Backbone plus one adapter, with PEFT's own forward; nothing is copied.
 
@@ -131,7 +141,7 @@ class TaskView:
             if before in model.peft_config:
                 model.select_adapter(before)
             # PEFT keeps gradients for the selected adapter only.
-            model.mark_trainable()
+            model.registry.mark_trainable()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the transformers model's forward with this task's adapter.
@@ -153,7 +163,7 @@ class TaskView:
             ConfigError: if the task classifies, or the model is one of several stages of a pipeline.
         """
         require_all_layers(self._model, f'task_view("{self._name}").generate')
-        self._model.require_words(self._name, f'task_view("{self._name}").generate')
+        require_words(self._model, self._name, f'task_view("{self._name}").generate')
         with self.selected() as model:
             return plain_call(model, self._adapter, args, kwargs, generate=True)
 
@@ -338,16 +348,6 @@ class MultiTaskPeftModel(PeftModel):
             share = f"trainable%: {100 * count / total:.4f}"
             print(f"{name}: trainable params: {count:,d} || all params: {total:,d} || {share}")  # noqa: T201
 
-    def was_given(self, name: str, config: PeftConfig) -> bool:
-        """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
-        is_held = config.to_dict() == self.peft_config[self.adapter_of(name)].to_dict()
-        return is_held or self.registry.was_given(name, config)
-
-    def mark_trainable(self) -> None:
-        """Let every task train: PEFT keeps gradients for the active adapter only."""
-        for parameter in self.registry.parameters():
-            parameter.requires_grad_(True)
-
     def name_modules(self) -> None:
         """Update `module_names` to the modules that the backbone has now."""
         self.module_names = {module: name for name, module in self.backbone.named_modules()}
@@ -450,15 +450,6 @@ class MultiTaskPeftModel(PeftModel):
         return mux_model
 
     # ------------------------------------------------------------------ views
-
-    def require_words(self, name: str, what: str) -> None:
-        """Raise a `ConfigError` if a task classifies; `what`, which makes words, was asked of it."""
-        kind = self.objectives.of(name).head.kind
-        if not kind.is_shared:
-            raise ConfigError(
-                f'{what} needs a task that makes words, got the {kind.name} task "{name}". For its classes, call '
-                f'task_view("{name}").'
-            )
 
     def task_view(self, name: str) -> TaskView:
         """Return one task's model, for `generate` and plain forward passes."""
@@ -806,4 +797,4 @@ class MultiTaskPeftModel(PeftModel):
         finally:
             select_biases(self.backbone, self.active_adapter or None)
             # PEFT turns gradients back on for the active adapter only.
-            self.mark_trainable()
+            self.registry.mark_trainable()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,13 +14,14 @@ from typing import Any, cast
 
 import torch
 from peft import PeftConfig
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from peft_mux.errors import CheckpointError, ConfigError, closest
-from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters, can_be_copied
+from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters
 from peft_mux.modeling.adapters.injection import attach, injecting, own_copy
 from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind, kind_of
+from peft_mux.modeling.adapters.lora.config import can_be_copied, equal_but_for_alpha
+from peft_mux.modeling.adapters.lora.kind import set_alpha
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_copies
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
@@ -102,9 +102,10 @@ class TaskRegistry:
         """
         return self._held(name).adapter
 
-    def was_given(self, name: str, config: PeftConfig) -> bool:
-        """Return whether a task was added with this configuration."""
-        return config.to_dict() == self._held(name).given
+    def was_given(self, model: Any, name: str, config: PeftConfig) -> bool:
+        """Return whether a task was added with a configuration, or has it now (PEFT completes what it is given)."""
+        task = self._held(name)
+        return config.to_dict() in (task.given, model.peft_config[task.adapter].to_dict())
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
         """Return a task's own parameters, by their PEFT names without the adapter id."""
@@ -114,6 +115,11 @@ class TaskRegistry:
         """Yield the parameters of all tasks."""
         for task in self._tasks.values():
             yield from task.parameters.values()
+
+    def mark_trainable(self) -> None:
+        """Let every task train: PEFT keeps gradients for the active adapter only."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
 
     def slab_of(self, name: str) -> TaskSlab:
         """Return the flat buffers that a task's parameters are views of."""
@@ -294,17 +300,12 @@ class TaskRegistry:
             attach(backbone, model.stream)
             model.name_modules()
             model.stream.clear_tables()
-            model.mark_trainable()
+            self.mark_trainable()
 
     def _alike(self, model: Any, config: PeftConfig, seed: int) -> str | None:
         """Return a task that was just added and is equal for PEFT, apart from its seed."""
-        fields, names = config.to_dict(), []
-        for name in self._fresh:
-            given = self._tasks[name].given
-            # Alphas are scales of equal draws, unless patterns make exceptions for single layers.
-            free = set() if given["alpha_pattern"] else {"lora_alpha"}
-            if given.keys() == fields.keys() and all(given[key] == fields[key] for key in given.keys() - free):
-                names.append(name)
+        fields = config.to_dict()
+        names = [name for name in self._fresh if equal_but_for_alpha(self._tasks[name].given, fields)]
         same = [name for name in names if is_meta(model.backbone) or self._fresh[name].seed == seed]
         for name in [] if same else names:
             if self._fresh[name].make([*self.parameters_of(name).values()], model.backbone.dtype):
@@ -315,16 +316,10 @@ class TaskRegistry:
         """Add a task whose adapter equals another one except for its id, its seed and its scaling."""
         draws, is_described = self._fresh[alike], is_meta(model.backbone)
         adapter, other = self.add(name, config), self.adapter_of(alike)
-        model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])
-        new = hidden.copy(other, adapter)
-        completed, given = model.peft_config[adapter], cast(Any, config)
-        if completed.lora_alpha != given.lora_alpha:  # scaled as by PEFT's `update_layer`
-            completed.lora_alpha = given.lora_alpha
-            for layer in hidden.layers:
-                if isinstance(layer, LoraLayer) and adapter in layer.scaling:
-                    rank = layer.r[adapter]
-                    layer.lora_alpha[adapter] = given.lora_alpha
-                    layer.scaling[adapter] = given.lora_alpha / (math.sqrt(rank) if layer.use_rslora[adapter] else rank)
+        completed = model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])
+        new, alpha = hidden.copy(other, adapter), cast(Any, config).lora_alpha
+        if completed.lora_alpha != alpha:
+            set_alpha(hidden.layers, adapter, completed, alpha)
         own = {key: new[id(parameter)] for key, parameter in self.parameters_of(alike).items()}
         self.adopt(name, own, are_described=is_described)
         if seed != draws.seed and not is_described:
@@ -421,4 +416,4 @@ class TaskRegistry:
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)
         # Selecting an adapter has left gradients on for that one alone.
-        model.mark_trainable()
+        self.mark_trainable()

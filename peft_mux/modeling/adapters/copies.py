@@ -15,34 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peft_mux.modeling.backbone.modules import modules_around_adapters
-
-_ENTERED = (
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"),
-    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
-)
-"""Fields of a `LoraConfig` that decide entries of tuned layers and nothing else."""
-
-_DRAWN = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that draw numbers, and leave the backbone's weights alone."""
-
-
-def can_be_copied(config: PeftConfig) -> bool:
-    """Return whether all that PEFT makes of a completed configuration are entries of tuned layers.
-
-    Then the adapter of another task with this configuration and seed is a copy of the first one's: what PEFT would give
-    it has the same shapes and numbers.
-    """
-    if type(config) is not LoraConfig or config.init_lora_weights not in _DRAWN:
-        return False
-    plain, own = LoraConfig(), vars(config)
-    return all(own[field] == getattr(plain, field) for field in own.keys() & vars(plain).keys() - {*_ENTERED})
 
 
 @contextmanager

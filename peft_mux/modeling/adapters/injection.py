@@ -17,8 +17,9 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.copies import Draws, can_be_copied, seeded
+from peft_mux.modeling.adapters.copies import Draws, seeded
 from peft_mux.modeling.adapters.kind import KINDS, MultiplexedForward, kind_of, kind_of_layer
+from peft_mux.modeling.adapters.lora.config import can_be_copied
 from peft_mux.modeling.adapters.lora.row_steps import backbone_kept
 from peft_mux.modeling.adapters.own import (
     MultiplexedBias,

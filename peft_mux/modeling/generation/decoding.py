@@ -47,7 +47,7 @@ from peft_mux.modeling.generation.options import (
     TopLogprobs,
     sampling_options,
 )
-from peft_mux.modeling.model import MultiTaskPeftModel, require_whole
+from peft_mux.modeling.model import MultiTaskPeftModel, require_whole, require_words
 from peft_mux.modeling.objectives.heads import head_logits
 from peft_mux.modeling.stream import Passes, in_mode, temporary_attributes
 
@@ -258,7 +258,7 @@ def _rows(
             raise ConfigError(
                 f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(request.task)}. {hint}".rstrip()
             )
-        model.require_words(request.task, f"prompts.{request.task}")
+        require_words(model, request.task, f"prompts.{request.task}")
         rows.append(checked_row(model, request, request.task, places[request.task], tokenizer, default))
         places[request.task] += 1
     return rows

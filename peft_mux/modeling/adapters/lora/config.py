@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -126,6 +126,40 @@ def width_faults(config: Any, modules: Mapping[str, nn.Module], where: str) -> l
         return []
     fix = f"PEFT reads the weight of {turned}, a Conv1D of [in, out] features, as [out, in]. Use 'pissa'."
     return [Fault(field, got, "another initialisation on this backbone", fix)]
+
+
+# ----------------------------------------------------------------------- copies
+
+_ENTERED = (
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+)
+"""Fields of a `LoraConfig` that decide entries of tuned layers and nothing else."""
+
+_DRAWN = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that draw numbers, and leave the backbone's weights alone."""
+
+
+def can_be_copied(config: PeftConfig) -> bool:
+    """Return whether all that PEFT makes of a completed configuration are entries of tuned layers.
+
+    Then the adapter of another task with this configuration and seed is a copy of the first one's: what PEFT would give
+    it has the same shapes and numbers.
+    """
+    if type(config) is not LoraConfig or config.init_lora_weights not in _DRAWN:
+        return False
+    defaults, values = vars(LoraConfig()), vars(config)
+    return all(values[field] == defaults[field] for field in values.keys() & defaults.keys() - {*_ENTERED})
+
+
+def equal_but_for_alpha(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two configurations, as dictionaries, are equal, apart from `lora_alpha`.
+
+    Alphas are scales of equal draws, unless patterns make exceptions for single layers.
+    """
+    free = set() if first["alpha_pattern"] else {"lora_alpha"}
+    return first.keys() == second.keys() and all(first[key] == second[key] for key in first.keys() - free)
 
 
 # ------------------------------------------------------------- bare parameters

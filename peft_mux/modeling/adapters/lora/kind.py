@@ -11,7 +11,7 @@ Kernels read the columns of S in groups of eight ranks. So A takes whole groups 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -124,6 +124,16 @@ class DoubledRank:
         found = initial_factors(layer, self._adapter)
         assert found is not None, "only layers with initial factors are held"
         return [(*_FACTORS[0], found[0]), (*_FACTORS[1], -found[1])]
+
+
+def set_alpha(layers: Iterable[Any], adapter: str, config: Any, alpha: float) -> None:
+    """Give an adapter another `lora_alpha` in its configuration and in PEFT's layers, as their `update_layer` would."""
+    config.lora_alpha = alpha
+    for layer in layers:
+        if isinstance(layer, LoraLayer) and adapter in layer.scaling:
+            rank = layer.r[adapter]
+            layer.lora_alpha[adapter] = alpha
+            layer.scaling[adapter] = alpha / (math.sqrt(rank) if layer.use_rslora[adapter] else rank)
 
 
 def lora_slot(name: str, parameter: nn.Parameter) -> Slot:

@@ -10,7 +10,7 @@ from peft import IA3Config, LoraConfig
 from peft.tuners.lora import LoraLayer
 
 from peft_mux.modeling import registry as arrivals
-from peft_mux.modeling.adapters.copies import can_be_copied
+from peft_mux.modeling.adapters.lora.config import can_be_copied
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama

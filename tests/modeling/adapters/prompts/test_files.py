@@ -36,7 +36,7 @@ def test_views_of_prompts_leave_the_model_as_it_was() -> None:
     assert torch.equal(model(input_ids=IDS).logits, wanted), "a plain forward is that of the active adapter"
     with model.disable_adapter():
         assert torch.equal(model(input_ids=IDS).logits, tiny_llama().eval()(input_ids=IDS).logits)
-    model.mark_trainable()
+    model.registry.mark_trainable()
     with pytest.raises(ConfigError, match="merge needs an adapter that changes weights, got PROMPT_TUNING, which"):
         model.task_view("prompt").merge_and_unload()
     assert torch.equal(model(batch).losses, before)
