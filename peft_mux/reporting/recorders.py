@@ -86,6 +86,11 @@ class RunTimes:
         """Return the seconds of the steps that a task took part in since its training began here."""
         return self._seconds.get(name, 0.0)
 
+    def seconds_now(self, task: Any) -> float:
+        """Like `seconds`, for a task (`TaskRun`) whose last step `advance` may not have counted yet."""
+        has_stepped = task.step > self._steps.get(task.name, 0)
+        return self.seconds(task.name) + (self._clock() - self._last_s if has_stepped else 0.0)
+
     def share(self, name: str) -> float | None:
         """Return a task's share of the seconds of all steps since training began here; `None` before the first."""
         total_s = sum(self._own_seconds.values())

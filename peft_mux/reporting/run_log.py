@@ -229,7 +229,18 @@ class RunLog:
         say = self.warn if run.status is TaskStatus.FAILED else self.say
         say(f"{run.name}: {run.status.value}{f' ({run.reason})' if run.reason else ''}")
         if run.status.is_final and run.name in self.callbacks:
+            self.end_of_task(run)
             self.callbacks[run.name].trackers.end()
+
+    def end_of_task(self, run: TaskRun) -> None:
+        """Give callbacks the last log of Trainer: mean loss and rates of the steps of a task in this training."""
+        seconds, num_steps = self.times.seconds_now(run), run.train_loss.count
+        if num_steps and run.status is not TaskStatus.FAILED:
+            logs = {"train_runtime": seconds, "train_loss": run.train_loss.total / num_steps}
+            if seconds:
+                num_rows = num_steps * run.hyper.train_batch_size
+                logs |= {"train_samples_per_second": num_rows / seconds, "train_steps_per_second": num_steps / seconds}
+            self.callbacks[run.name].call("on_log", logs=logs)
 
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""

@@ -158,6 +158,9 @@ class Reporter:
         for one in run.records if len(run.records) > 1 else ():
             run.log.event("rank", **one._asdict())
         run.callbacks.call("on_train_end")
+        for own in run.table:
+            if own.name in run.log.callbacks and not own.status.is_final:
+                run.log.end_of_task(own)
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_end")
         self._write_end(num_steps)

@@ -81,10 +81,16 @@ def test_an_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
     timed = TrainerCallback()
     timed.on_evaluate = lambda *_, metrics, **__: seen.append(metrics)  # type: ignore[method-assign]
+    logged: list[dict[str, float]] = []
+    timed.on_log = lambda *_, logs, **__: logged.append(logs)  # type: ignore[method-assign]
     evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 1, "eval_on_start": True, "callbacks": [timed]}
     task = small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4, **evaluated)
-    assert_bit_identical(train([task], tmp_path / "b"), plain, "own")
-    assert all({"eval_loss", "eval_runtime", "eval_samples_per_second"} <= set(metrics) for metrics in seen)
+    run = train([task], tmp_path / "b")
+    assert_bit_identical(run, plain, "own")
+    times = {"eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    assert all(times <= set(metrics) for metrics in [*seen, *(logs for logs in logged if "eval_loss" in logs)])
+    assert logged[-1]["train_loss"] == pytest.approx(np.mean(run.losses["own"]))
+    assert {"train_runtime", "train_samples_per_second", "train_steps_per_second"} <= set(logged[-1])
     assert seen
     assert not any("eval_runtime" in record for record in records(tmp_path / "b", "eval")), "logs have equal bits"
 
@@ -184,9 +190,9 @@ def test_callbacks_of_a_task_see_its_own_steps_in_order(tmp_path: Path) -> None:
     assert [event for event in long.events if event[0] != "step_begin"] == [
         *(("train_begin", 0), ("step_end", 1)),
         *(("step_end", 2), ("log", 2), ("log", 2), ("evaluate", 2)),  # the evaluation logs too
-        *(("step_end", 3), ("step_end", 4), ("log", 4), ("log", 4), ("evaluate", 4), ("train_end", 4)),
+        *(("step_end", 3), ("step_end", 4), ("log", 4), ("log", 4), ("evaluate", 4), ("log", 4), ("train_end", 4)),
     ]
-    ends = [("train_begin", 0), ("step_end", 1), ("step_end", 2), ("log", 2), ("train_end", 2)]
+    ends = [("train_begin", 0), ("step_end", 1), ("step_end", 2), ("log", 2), ("log", 2), ("train_end", 2)]
     assert [event for event in short.events if event[0] != "step_begin"] == ends
     assert [step for event, step in short.events if event == "step_begin"] == [0, 1]
     assert short.rates == {1e-3}
