@@ -8,7 +8,7 @@ captured and not when it is replayed. Passes that cannot be captured run eagerly
 A graph replays launches over the same memory, so sizes may not follow the micro-batch: they are rounded up, and the
 rest is padding that belongs to no task::
 
-    tokens      a a a b b b b b . . .    the padding is one more sequence, of a segment without an adapter
+    tokens      a a a b b b b b . . .    the padding is more sequences, of a segment without an adapter
     cu_seqlens  0 3 8 11 11 11           entries that are not used repeat the end: sequences of no token
     targets     0 1 3 4 5 6 10 10        rows that are not used point at the last token, which is always padding
 
@@ -28,6 +28,7 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.packing.passes import round_up
+from peft_mux.kernels.attention import MAX_TOKENS
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.attention.attention_stream import AttentionStream
@@ -246,7 +247,7 @@ class Shape(NamedTuple):
 
     Attributes:
         num_tokens: T, number of tokens; at least one of them is padding.
-        num_sequences: S, number of sequences; one of them is the padding.
+        num_sequences: S, number of sequences; the last ones are the padding, in short rows.
         num_targets: M, number of targets.
         longest: number of tokens that no sequence exceeds, the padding included.
     """
@@ -267,10 +268,9 @@ class Shape(NamedTuple):
         token_step = max(TOKEN_STEP, _power_of_two(least_tokens) // 32)
         return cls(
             num_tokens=round_up(least_tokens, token_step),
-            num_sequences=_power_of_two(batch.num_sequences + 1),
+            num_sequences=_power_of_two(batch.num_sequences + -(-token_step // MAX_TOKENS)),
             num_targets=round_up(num_targets, target_step),
-            # The padding is one more sequence, of up to a step of tokens.
-            longest=_power_of_two(max(*batch.sequence_lengths, token_step)),
+            longest=_power_of_two(max(*batch.sequence_lengths, MAX_TOKENS)),
         )
 
 
@@ -414,6 +414,8 @@ class _FixedAttention(AttentionStream):
         """Bind the static inputs; names of modules serve attention dropout only, which no kernel has."""
         super().__init__(stream, batch, {})
         self.max_length = longest
+        # With longer rows all go through flash attention: which of them are short differs from replay to replay.
+        self.has_short_rows, self.long_rows = longest <= MAX_TOKENS, None
 
     def layout(self, *, is_causal: bool) -> Layout:
         """Refuse: another layout of sequences is another series of launches.
@@ -497,6 +499,8 @@ class StaticInputs:
         parts["weights"][:num_targets] = torch.tensor(batch.loss_weights)[owners]
         parts["cu_seqlens"].fill_(self.shape.num_tokens)
         parts["cu_seqlens"][: batch.num_sequences + 1] = batch.cu_seqlens
+        padding = torch.arange(batch.num_tokens, self.shape.num_tokens, MAX_TOKENS)[1:]
+        parts["cu_seqlens"][batch.num_sequences + 1 :][: len(padding)] = padding
         # Pinned memory of its own every time: it is reused once the copy is done, which may be after the next step.
         self._buffer.copy_(host.pin_memory() if self._buffer.is_cuda else host, non_blocking=True)
 

@@ -323,7 +323,8 @@ def test_predicted_steps_are_within_15_percent_of_those_that_an_h100_measured(
         ]
         measured_s = sum(sum(lengths) for lengths, _ in tasks) / measured["tokens_per_s"]
     host_s = EARLIER_HOST_S["mux" if has_adapters else "floor"]
-    execution = replace(EAGER, layer_host_s=host_s, optimizer_bytes=EARLIER_OPTIMIZER_BYTES)
+    # Flash attention computed all rows.
+    execution = replace(EAGER, short_row_tokens=0, layer_host_s=host_s, optimizer_bytes=EARLIER_OPTIMIZER_BYTES)
     ratio = predicted_step_s(backbone, tasks, num_passes, execution) / measured_s
     assert LEAST_RATIO.get((part, row), 0.85) <= ratio <= 1.15
 
@@ -336,9 +337,10 @@ def test_a_step_takes_as_long_as_the_device_or_the_host_whichever_is_slower() ->
 
     assert 1.5 * times(few, layer_host_s=0.0) < times(few) == pytest.approx(32 * FUSED.layer_host_s, rel=0.2)
     assert times(many) == times(many, layer_host_s=0.0)
-    of_software = [predicted_step_s(roofline.LLAMA_8B, many, 1, how) for how in (IDEAL, FUSED, EAGER)]
+    longer = [([100] * 20, 8)] * 8
+    of_software = [predicted_step_s(roofline.LLAMA_8B, longer, 1, how) for how in (IDEAL, FUSED, EAGER)]
     assert of_software == sorted(of_software)
-    rows = {3: 11_900, 6: 14_900, 22: 15_600}  # tokens a second by rows of 46 tokens of each task (docs/gpu.md)
+    rows = {3: 11_900, 6: 16_400, 22: 17_400}  # tokens a second by rows of 46 tokens of each task (docs/gpu.md)
     for num_rows, tokens_per_s in rows.items():
         step_s = predicted_step_s(roofline.LLAMA_8B, [([46] * num_rows, 16)] * 8, 1, FUSED)
         assert 8 * 46 * num_rows / step_s == pytest.approx(tokens_per_s, rel=0.01)

@@ -58,6 +58,7 @@ class Case:
         capability: compute capability of the card.
         has_driver: whether Triton finds a driver.
         num_rows: rows of each task in a step.
+        has_short_rows: whether backbones of real widths have rows as short as those of small ones.
         on_side_stream: whether the current stream is not the default one, as in passes that take turns.
     """
 
@@ -76,6 +77,7 @@ class Case:
     has_driver: bool = True
     num_rows: int = 2
     on_side_stream: bool = False
+    has_short_rows: bool = False
 
 
 def train(**fields: Any) -> dict[str, Any]:
@@ -167,7 +169,9 @@ def _batches(case: Case, step: int) -> list[TaskBatch]:
 
 def _rows(rng: np.random.Generator, case: Case) -> list[TokenSequence]:
     # Long rows too, where a gradient is added up of several parts.
-    shortest, longest = (300, 500) if case.architecture in backbones.REAL_WIDTHS else (5, 70)
+    shortest, longest = (
+        (300, 500) if case.architecture in backbones.REAL_WIDTHS and not case.has_short_rows else (5, 70)
+    )
     rows = []
     for row, length in enumerate(rng.integers(shortest, longest, size=case.num_rows)):
         ids = rng.integers(1, backbones.VOCABULARY, length).astype(np.int64)

@@ -46,6 +46,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "gemma2 9B": {"architecture": "gemma2 9B", "dtype": "fp16"},
     "llama 8B with bottlenecks": {"architecture": "llama 8B", "has_bottlenecks": True},
     "bottlenecks in fp32": {"architecture": "llama 8B", "dtype": "fp32", "has_bottlenecks": True},
+    "short rows": {"architecture": "llama 8B", "has_short_rows": True},
     "llama 8B in fp32": {"architecture": "llama 8B", "dtype": "fp32", "adapts_head": True},
 }
 OF_LORA = {"shrink_kernel", "expand_kernel", "wgrad_kernel", "reduce_kernel"}
@@ -126,8 +127,9 @@ def assert_lean(one: Variant) -> None:
 def test_launches_of_one_width_compile_for_the_oldest_and_the_newest_card(
     run_cases: Callable[..., Found], tmp_path: Path
 ) -> None:
-    made = variants([80, 100], ["llama 8B", "llama 8B, long passes"], run_cases, tmp_path, widths={4096})
-    assert {one.kernel for one in made} > OF_LORA
+    forms = ["llama 8B", "llama 8B, long passes", "short rows"]
+    made = variants([80, 100], forms, run_cases, tmp_path, widths={4096})
+    assert {one.kernel for one in made} > OF_LORA | {"attention_forward_kernel", "attention_backward_kernel"}
     assert {one.constants["ROWS"] for one in made if one.kernel == "shrink_kernel"} == {16, 64}
     for one in made:
         assert_lean(one)
@@ -152,7 +154,7 @@ def assert_made_for_hopper(made: list[Variant]) -> None:
     for one in made:
         if one.kernel == "_cross_entropy_kernel":
             assert one.usage["registers"] <= 64, "two programs of 512 threads fit on a multiprocessor"
-        elif one.kernel in ("shrink_kernel", "expand_kernel", "wgrad_kernel") and one.types & {"*bf16", "*fp16"}:
+        elif one.kernel.startswith(("shrink", "expand", "wgrad", "attention")) and one.types & {"*bf16", "*fp16"}:
             assert one.usage["products of warp groups"] > 0, one
         if one.kernel != "trial_kernel":
             assert one.usage["wide accesses"] > 0, one

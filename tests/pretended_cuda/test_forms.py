@@ -102,6 +102,14 @@ def test_tables_that_a_side_stream_makes_are_complete_before_another_reads_them(
     assert seen_of(found, "plain")["stream_waits"] == 0
 
 
+@pytest.mark.slow
+def test_short_rows_have_one_launch_each_way_for_a_layer(found: Found) -> None:
+    seen = seen_of(found, "plain")
+    num_layers, num_passes = 2, 2 * seen["num_passes"]
+    for kernel in ("attention_forward_kernel", "attention_backward_kernel"):
+        assert seen["launches"][kernel] == num_layers * num_passes
+
+
 WITHOUT_KERNELS = {
     "an old card": "Tesla T4 has compute capability 7.5, but they need 8.0",
     "no driver, plain AdamW": "a trial kernel cannot be launched (RuntimeError: 0 active drivers",
@@ -128,4 +136,4 @@ def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: s
     assert {"shrink_kernel", "expand_kernel", "wgrad_kernel"} < set(kinds)
     assert all(len(kind) == 1 for kind in kinds.values()), kinds
     if form == "plain":
-        assert len(seen_of(found, form)["signatures"]) == 30, "three widths, every kind of adapter, and AdamW"
+        assert len(seen_of(found, form)["signatures"]) == 32, "three widths, every kind of adapter, AdamW, short rows"

@@ -28,11 +28,13 @@ class Launches:
 
     Attributes:
         counts: number of launches by kernel.
+        moved_bytes: bytes that its launches read and wrote, by kernel.
         opcodes: which opcodes the launched programs have.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.moved_bytes: Counter[str] = Counter()
         self.opcodes: set[str] = set()
 
 
@@ -58,6 +60,7 @@ def ptx_on_cpu(capability: int, change: Callable[[str], str] | None = None) -> I
                 Block(program, memory, [*arguments, 0, 0], position[::-1], shared_bytes).run()
             except PtxFault as fault:
                 raise PtxFault(f"{kernel.__name__}{position[::-1]}: {fault}") from None
+        launches.moved_bytes[kernel.__name__] += memory.num_moved
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))

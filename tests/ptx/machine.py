@@ -26,6 +26,8 @@ Bits: TypeAlias = np.ndarray
 LOW_16, LOW_32 = np.uint64(0xFFFF), np.uint64(0xFFFFFFFF)
 UNWRITTEN = np.uint64(0xCDCDCDCDCDCDCDCD)
 WARP = 32
+GROUP = 4 * WARP
+"""Threads of a warp group, which multiplies together."""
 
 
 class PtxFault(Exception):
@@ -126,7 +128,11 @@ def _operand(text: str) -> Any:
 
 
 class LiveTensors:
-    """The memory of all tensors that are alive, as one array of bytes that begins at the first of them."""
+    """The memory of all tensors that are alive, as one array of bytes that begins at the first of them.
+
+    Attributes:
+        num_moved: bytes that were read and written.
+    """
 
     def __init__(self) -> None:
         sizes: dict[int, int] = {}
@@ -140,6 +146,7 @@ class LiveTensors:
         self._ends = self._starts + np.array([sizes[start] for start in self._starts.tolist()], np.int64)
         self._first = int(self._starts[0])
         num_bytes = int(self._ends.max()) - self._first
+        self.num_moved = 0
         self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self._first))
 
     def places(self, addresses: np.ndarray, num_bytes: int) -> np.ndarray:
@@ -149,6 +156,7 @@ class LiveTensors:
         nearest = np.searchsorted(self._starts, addresses, side="right") - 1
         if (nearest < 0).any() or (addresses + num_bytes > self._ends[nearest]).any():
             raise PtxFault("an access lies outside of all tensors")
+        self.num_moved += addresses.size * num_bytes
         return (addresses - self._first)[:, None] + np.arange(num_bytes)
 
 
@@ -377,9 +385,9 @@ class Block:
             bits = [(self._value(part) & low) << (np.uint64(place) * width) for place, part in enumerate(parts)]
             self._put(one.operands[0], np.bitwise_or.reduce(bits), kind, mask)
         elif name == "shfl":
-            assert one.parts[2] == "bfly", one.text
-            lanes = np.arange(self._num_threads)
-            partner = lanes // WARP * WARP + (lanes % WARP ^ int(one.operands[2]))
+            assert one.parts[2] in ("bfly", "idx"), one.text
+            lanes, lane = np.arange(self._num_threads), int(one.operands[2])
+            partner = lanes // WARP * WARP + (lanes % WARP ^ lane if one.parts[2] == "bfly" else lane)
             self._put(one.operands[0], self._value(one.operands[1])[partner], "b32", mask)
         else:
             self._put(one.operands[0], self._computed(one), self._result_kind(one), mask)
@@ -583,31 +591,35 @@ class Block:
 
     def _wgmma(self, one: Instruction) -> None:
         """Multiply and add `[64, 16] @ [16, N]` in a warp group (PTX ISA, wgmma.mma_async.m64nNk16)."""
-        if self._num_threads != 4 * WARP or one.parts[-1] != "bf16":
-            raise PtxFault("the machine knows wgmma of one warp group, in bf16")
+        if self._num_threads % GROUP or one.parts[-1] != "bf16":
+            raise PtxFault("the machine knows wgmma of whole warp groups, in bf16")
         width = int(_search(r"n(\d+)k16", one.text))
         sums, left, right, with_sums = one.operands[:4]
-        lane = np.arange(self._num_threads)
+        lane = np.arange(GROUP)
         row, quad = 16 * (lane // WARP) + lane % WARP // 4, lane % 4
-        if isinstance(left, tuple):
-            A = np.zeros((64, 16))
-            for number, register in enumerate(left):
-                for half in (0, 1):
-                    columns = 2 * quad + 8 * (number // 2) + half
-                    A[row + 8 * (number % 2), columns] = _half(self._value(register), half, "bf16")
-        else:
-            A = self._matrix(int(self._value(left)[0]), 64, is_transposed=bool(one.operands[-2]))
-        B = self._matrix(int(self._value(right)[0]), width, is_transposed=bool(one.operands[-1]))
         places = [
             (row + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * quad + number % 2) for number in range(len(sums))
         ]
-        C = np.zeros((64, width))
-        if self._value(with_sums)[0]:
+        out = {register: np.zeros(self._num_threads, np.uint64) for register in sums}
+        for first in range(0, self._num_threads, GROUP):
+            group = slice(first, first + GROUP)
+            if isinstance(left, tuple):
+                A = np.zeros((64, 16))
+                for number, register in enumerate(left):
+                    for half in (0, 1):
+                        columns = 2 * quad + 8 * (number // 2) + half
+                        A[row + 8 * (number % 2), columns] = _half(self._value(register)[group], half, "bf16")
+            else:
+                A = self._matrix(int(self._value(left)[first]), 64, is_transposed=bool(one.operands[-2]))
+            B = self._matrix(int(self._value(right)[first]), width, is_transposed=bool(one.operands[-1]))
+            C = np.zeros((64, width))
+            if self._value(with_sums)[first]:
+                for place, register in zip(places, sums, strict=True):
+                    C[place] = _to_f32(self._value(register)[group])
+            result = (C + A @ B.T).astype(np.float32)
             for place, register in zip(places, sums, strict=True):
-                C[place] = _to_f32(self._value(register))
-        result = (C + A @ B.T).astype(np.float32)
-        for place, register in zip(places, sums, strict=True):
-            self._put(register, result[place], "f32", self._everywhere)
+                out[register][group] = _bits(result[place], "f32")
+        self._registers.update(out)
 
     def _matrix(self, descriptor: int, num_rows: int, *, is_transposed: bool) -> np.ndarray:
         """Return the matrix `[num_rows, 16]` in shared memory that a descriptor of wgmma names, without its swizzle."""

@@ -26,6 +26,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
+from peft_mux.kernels.attention.device import short_row_attention
 from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
 from tests.ptx.device import ptx_on_cpu
 from tests.ptx.machine import PtxFault
@@ -221,6 +222,44 @@ def test_the_loss_and_its_gradient_in_bf16_are_right_to_the_rounding_of_bf16(sof
     torch.testing.assert_close(losses.double(), right.detach(), rtol=1e-5, atol=1e-5)
     assert exact.grad is not None
     assert off_by(logits, exact.grad) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("capability", "products"),
+    [pytest.param(90, "wgmma", marks=pytest.mark.slow), pytest.param(80, "mma", marks=pytest.mark.slow)],
+)
+def test_attention_of_short_rows_is_as_near_to_float64_as_torch_in_bf16_and_moves_each_number_once(
+    capability: int, products: str
+) -> None:
+    torch.manual_seed(0)
+    lengths, heads, key_heads, channels = (40, 64, 70, 5), 8, 2, 128
+    counts = heads, key_heads, key_heads, heads
+    *tensors, dout = (torch.randn(sum(lengths), count, channels).to(torch.bfloat16) for count in counts)
+    tensors[1][104:174] = NAN  # a row that is too long, and left out
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+
+    with ptx_on_cpu(capability) as launches:
+        out = short_row_attention(*leaves, bounds, is_causal=True, window=None, scaling=channels**-0.5)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def of_row(rows: slice, dtype: torch.dtype) -> list[torch.Tensor]:
+        own = [tensor[rows].to(dtype).requires_grad_() for tensor in tensors]
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in own)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        attended = attended[0].transpose(0, 1)
+        return [attended.detach(), *torch.autograd.grad(attended, own, dout[rows].to(dtype))]
+
+    for rows in (slice(0, 40), slice(40, 104), slice(174, 179)):
+        right, in_torch = of_row(rows, torch.float64), of_row(rows, torch.bfloat16)
+        for own, plain, exact in zip(found, in_torch, right, strict=True):
+            assert off_by(own[rows], exact) < max(1.3 * off_by(plain, exact), 3e-3)
+    assert products in launches.opcodes
+    short_tokens, pair_bytes = 40 + 64 + 5, channels * 2
+    for kernel, moves in (("forward", 2 * heads + 2 * key_heads), ("backward", 3 * heads + 4 * key_heads)):
+        # And every thread reads where its row begins and ends.
+        moved = launches.moved_bytes[f"attention_{kernel}_kernel"]
+        assert moved == pytest.approx(short_tokens * moves * pair_bytes, rel=0.03)
 
 
 MUTATIONS: dict[str, Callable[[str], str]] = {

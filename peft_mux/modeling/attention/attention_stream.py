@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch, SequencePart
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.kernels.attention import MAX_TOKENS
 from peft_mux.modeling.attention.prefix_tree import TreeLayouts
 from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, build_layout, copied_to
 from peft_mux.modeling.attention.scores import QKV, Scores, attend
@@ -213,6 +214,20 @@ class KeyValueRows:
 # ----------------------------------------------------------------------- a pass
 
 
+class LongRows(NamedTuple):
+    """The rows of a stream that are too long for the kernels of short ones.
+
+    Attributes:
+        tokens: int64, numbers of their tokens in the stream.
+        bounds: int32, where they begin and end among these.
+        max_length: tokens of the longest.
+    """
+
+    tokens: torch.Tensor
+    bounds: torch.Tensor
+    max_length: int
+
+
 class AttentionStream:
     """Carries a micro-batch and its layouts into the attention function, as an argument of the model call.
 
@@ -256,6 +271,23 @@ class AttentionStream:
         if shared is None or self.parts is not None or self.prefixes is not None:
             return None
         return TreeLayouts(shared.tree, self.batch.input_ids.device)
+
+    @cached_property
+    def has_short_rows(self) -> bool:
+        """Whether rows are short enough for `peft_mux.kernels.attention`."""
+        return min(self.batch.sequence_lengths, default=MAX_TOKENS + 1) <= MAX_TOKENS
+
+    @cached_property
+    def long_rows(self) -> LongRows | None:
+        """The rows that are not; `None` if there is none."""
+        lengths = np.array(self.batch.sequence_lengths)
+        is_long = lengths > MAX_TOKENS
+        if not is_long.any():
+            return None
+        tokens = torch.from_numpy(np.flatnonzero(np.repeat(is_long, lengths)))
+        bounds = torch.from_numpy(np.cumsum([0, *lengths[is_long]]).astype(np.int32))
+        device = self.batch.input_ids.device
+        return LongRows(copied_to(tokens, device), copied_to(bounds, device), self.max_length)
 
     def layout(self, *, is_causal: bool) -> Layout:
         """Return the rectangles for causal or full attention."""

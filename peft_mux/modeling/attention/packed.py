@@ -1,9 +1,9 @@
 """Attention over a packed stream, through transformers' attention interface.
 
-Each sequence attends only to itself. On CUDA that is one call, if `varlen` has a kernel for it. Otherwise sequences are
-gathered into rectangles of near-equal length, and one scaled-dot-product call is made per rectangle. There is no dense
-T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned sequence
-harms no other.
+Each sequence attends only to itself. On CUDA, short sequences have kernels of their own (`peft_mux.kernels.attention`),
+and all others one call, if `varlen` has a kernel for it. Otherwise sequences are gathered into rectangles of near-equal
+length, and one scaled-dot-product call is made per rectangle. There is no dense T x T mask, and no sequence shares
+arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned sequence harms no other.
 
 Where sequences have a common prefix, queries, keys and values are those of the computed rows, and each node of the
 prefix tree attends to the keys from the root on (`prefix_tree`). Parts of long sequences are computed one by one,
@@ -27,9 +27,11 @@ from torch import nn
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
+from peft_mux.kernels.attention import MAX_HEAD_DIM
+from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prefix_tree import tree_attention, tree_varlen
-from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, Rectangle, take_rows
+from peft_mux.modeling.attention.rows import LENGTH_STEP, Apart, Joined, Layout, Rectangle, take_rows
 from peft_mux.modeling.attention.scores import QKV, Scores, attend, visible_mask
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
 
@@ -176,7 +178,7 @@ def _check_supported(
 def _by_varlen(
     module: nn.Module, qkv: QKV, mux_stream: AttentionStream, scores: Scores, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Attend in one call that knows where each sequence begins, computing in `dtype`; `[1, T, H, C']`."""
+    """Attend by kernels that know where each sequence begins, computing in `dtype`; `[1, T, H, C']`."""
     query, key, value = qkv
     key, value, num_keys = mux_stream.stream_with_context(module, key, value, scores.window)
     keys = None
@@ -187,6 +189,19 @@ def _by_varlen(
     q_THC, k_KGC, v_KGC = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     options: dict[str, Any] = {"is_causal": scores.is_causal, "window": scores.window, "scaling": scores.scaling}
     bounds, longest = mux_stream.batch.cu_seqlens, mux_stream.max_length
+    # By the length of each row alone, so that a row is computed in one way in any company.
+    if keys is None and mux_stream.has_short_rows and q_THC.shape[-1] <= MAX_HEAD_DIM and runs_kernels(query.device):
+        from peft_mux.kernels.attention.device import short_row_attention  # needs Triton
+
+        if mux_stream.long_rows is None:
+            return short_row_attention(q_THC, k_KGC, v_KGC, bounds, **options)[None]
+        tokens, *of_long_rows = mux_stream.long_rows
+        qkv, long_qkv = zip(*(Apart.apply(x, tokens) for x in (q_THC, k_KGC, v_KGC)), strict=True)
+        out, long_out = (
+            short_row_attention(*qkv, bounds, **options),
+            varlen_attention(*long_qkv, *of_long_rows, **options),
+        )
+        return Joined.apply(out, long_out, tokens)[None]
     return varlen_attention(q_THC, k_KGC, v_KGC, bounds, longest, keys=keys, **options)[None]
 
 

@@ -180,6 +180,37 @@ def _spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.T
     return x_P.index_fill_(0, padding_rows, 0.0)
 
 
+class Apart(torch.autograd.Function):
+    """`[T, ...] -> [T, ...], [M, ...]`: all tokens, and those of long rows, whose gradients come by the latter."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens themselves, and a copy of some."""
+        ctx.save_for_backward(tokens)
+        return x_T.view_as(x_T), x_T.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor, grad_M: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradient `[T, ...]`: the first one, in place, as the kernel that made it does not need it."""
+        return grad_T.index_copy_(0, ctx.saved_tensors[0], grad_M), None
+
+
+class Joined(torch.autograd.Function):
+    """`[T, ...], [M, ...] -> [T, ...]`: the inverse of `Apart`, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T: torch.Tensor, x_M: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Overwrite some tokens."""
+        ctx.save_for_backward(tokens)
+        ctx.mark_dirty(x_T)
+        return x_T.index_copy_(0, tokens, x_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of both; of the first, those of other tokens count."""
+        return grad_T, grad_T.index_select(0, ctx.saved_tensors[0]), None
+
+
 # ----------------------------------------------------------------- shared rows
 
 

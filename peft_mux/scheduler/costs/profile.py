@@ -421,6 +421,7 @@ class Execution:
         optimizer_bytes: bytes that a step moves for a trained weight: norm of gradients, update, copies.
         attention_tile_s: seconds of a tile of 128 rows for each channel of the queries, forward and backward, on an
             H100; on others in proportion to the bandwidth. Shorter sequences are padded to a tile.
+        short_row_tokens: tokens of the longest row that attention reads and writes once instead, without tiles.
         layer_host_s: seconds of the host to launch one layer, forward and backward. A pass takes as long as the
             device or the host, whichever is slower.
     """
@@ -431,6 +432,7 @@ class Execution:
     adapter_streaming_part: float = 0.6
     optimizer_bytes: float = 46.0
     attention_tile_s: float = 0.31e-6 / 128
+    short_row_tokens: int = 64
     layer_host_s: float = 2.7e-3
 
 
@@ -441,6 +443,7 @@ IDEAL = Execution(
     adapter_streaming_part=STREAMING_PART,
     optimizer_bytes=40,
     attention_tile_s=0.0,
+    short_row_tokens=0,
     layer_host_s=0.0,
 )
 """Assumed, for software that is not ours and for CPUs: fused operators, every byte at the rate of a copy, no host."""
@@ -455,6 +458,7 @@ EAGER = Execution(elementwise_reads=59)
 | adapter_streaming_part | 0.6 | measured: `kernels` of `benchmarks/results/gpu-h100-rest.json`, 0.3 to 0.7 of a copy |
 | optimizer_bytes | 46 | by design: norm 4, one pass of AdamW 36, bf16 copy 6 (torch's multi-tensor AdamW: 110) |
 | attention_tile_s | 0.31 us / 128 | inferred: the rest of `floor` in `benchmarks/results/gpu-h100.json` |
+| short_row_tokens | 64 | by design (`peft_mux.kernels.attention`, heads of up to 128 channels); not timed |
 | layer_host_s | 2.7 ms | measured: 5.5 ms there, times 0.49 by `benchmarks.training.host_passes` since then |
 """
 FUSED = replace(EAGER, elementwise_reads=10)
@@ -528,11 +532,19 @@ def analytic_profile(
         execution.elementwise_reads * _COUNTS * (d + i) * item_bytes / bytes_per_s + _LAYER_OPERATORS * a_launch_s
     )
     # Causal attention: half of the scores. Two products forward, five backward, where scores are computed again.
+    longest = execution.short_row_tokens
+    lengths = np.union1d(_COUNTS, [longest + 1]) if longest else _COUNTS
     attention_s = np.maximum(
-        7 * _COUNTS**2 * a / (flops_per_s * _ATTENTION_PART), 8 * _COUNTS * 2 * (a + k) * item_bytes / bytes_per_s
+        7 * lengths**2 * a / (flops_per_s * _ATTENTION_PART), 8 * lengths * 2 * (a + k) * item_bytes / bytes_per_s
     )
-    tiles_s = np.ceil(_COUNTS / _TILE_ROWS) * a * execution.attention_tile_s
+    tiles_s = np.ceil(lengths / _TILE_ROWS) * a * execution.attention_tile_s
     attention_s = np.maximum(attention_s, tiles_s * _TILE_BYTES_PER_S / device.memory_bytes_per_s)
+    # Short rows: all keys of a tile for each query; queries, keys, values, outputs and their gradients move once.
+    short_s = np.maximum(
+        14 * lengths * longest * a / (flops_per_s * _ATTENTION_PART),
+        lengths * (5 * a + 6 * k) * item_bytes / bytes_per_s,
+    )
+    attention_s = np.where(lengths <= longest, short_s, attention_s)
     head_s = _HEAD_PRODUCTS * product_s(d * shape.vocab_size)
     head_s += 4 * _COUNTS * shape.vocab_size * item_bytes / bytes_per_s
     widths = np.array(sorted({float(inputs + outputs) for inputs, outputs, _ in linears}))
@@ -549,7 +561,7 @@ def analytic_profile(
         dtype=f"{8 * item_bytes}-bit",
         model=shape_signature(shape),
         layer=Curve.measured(_COUNTS, layer_s),
-        attention=Curve.measured(_COUNTS, attention_s, is_quadratic=True),
+        attention=Curve.measured(lengths, attention_s, is_quadratic=True),
         adapter=AdapterTable.measured(_RANKS, widths, _COUNTS, adapter_s + execution.adapter_launches * a_launch_s),
         utilization=AdapterTable.measured(_RANKS, widths, _COUNTS, busy, level=False),
         head=Curve.measured(_COUNTS, head_s),

@@ -167,7 +167,9 @@ def test_the_argument_reaches_the_passes_of_a_run(tmp_path: Path) -> None:
         # There is always a token of padding.
         ((511,), Shape(512, 2, 512, 512)),
         ((512,), Shape(576, 2, 512, 512)),
-        ((5000,), Shape(5120, 2, 5120, 8192)),  # steps of 256
+        # Steps of 256, and padding of up to four rows: short, so that all rows of the second pass are.
+        ((5000,), Shape(5120, 8, 5120, 8192)),
+        ((50,) * 100, Shape(5120, 128, 5120, 64)),
     ],
 )
 def test_sizes_are_rounded_up_so_that_few_shapes_occur(lengths: tuple[int, ...], shape: Shape) -> None:

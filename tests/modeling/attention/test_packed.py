@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.stream import Stream
-from tests.modeling.attention.kernel_cases import flash_attention
+from tests.modeling.attention.kernel_cases import flash_attention, one_call
 
 PROPERTY = settings(deadline=None, max_examples=40)
 HEADS, CHANNELS = 4, 8
@@ -301,3 +304,59 @@ def test_under_autocast_one_call_computes_what_groups_of_sequences_compute(monke
         assert gradient is not None
         assert x.grad.dtype == x.dtype
         assert relative(x.grad, gradient) < 1e-2
+
+
+class ShortRows(torch.autograd.Function):
+    """Stands for the kernels of short rows: of longer ones they write nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.bounds = bounds
+        return ShortRows._of_rows(bounds, (q,), lambda rows: [ShortRows._attend(q[rows], k[rows], v[rows])])[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        qkv = ctx.saved_tensors
+
+        def gradients(rows: slice) -> Any:
+            with torch.enable_grad():
+                own = [x[rows].detach().requires_grad_() for x in qkv]
+                return torch.autograd.grad(ShortRows._attend(*own), own, gradient[rows])
+
+        return *ShortRows._of_rows(ctx.bounds, qkv, gradients), None
+
+    @staticmethod
+    def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        bounds = torch.tensor([0, len(q)])
+        return flash_attention(q, k, v, bounds, bounds, 64, 64, scale=0.3, window_size=(-1, 0), enable_gqa=False)
+
+    @staticmethod
+    def _of_rows(bounds: torch.Tensor, like: Sequence[torch.Tensor], compute: Any) -> list[torch.Tensor]:
+        found = [torch.full_like(x, math.nan) for x in like]
+        for start, end in itertools.pairwise(bounds.tolist()):
+            if end - start <= 64:
+                for whole, part in zip(found, compute(slice(start, end)), strict=True):
+                    whole[start:end] = part
+        return found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "long_lengths"), [((5, 64, 1), None), ((70, 5, 64, 80), [70, 80]), ((70, 80), [70, 80])]
+)
+def test_short_rows_and_long_ones_of_a_stream_go_through_kernels_of_their_own(
+    lengths: tuple[int, ...], long_lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, qkv = batch_of({"a": lengths[:1], "b": lengths[1:]}), states(sum(lengths))
+    wanted = attend(batch, qkv, scaling=0.3)
+    flow = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
+    wanted_gradients = torch.autograd.grad(wanted, qkv, flow)
+    calls = one_call(monkeypatch)
+    kernels = SimpleNamespace(short_row_attention=lambda q, k, v, bounds, **_: ShortRows.apply(q, k, v, bounds))
+    monkeypatch.setitem(sys.modules, "peft_mux.kernels.attention.device", kernels)
+    monkeypatch.setattr(packed, "runs_kernels", lambda device: True)
+    found = attend(batch, qkv, scaling=0.3)
+    gradients = torch.autograd.grad(found, qkv, flow)
+    assert [queries for queries, *_ in calls] == ([] if long_lengths is None else [long_lengths])
+    for ours, theirs in zip((found, *gradients), (wanted, *wanted_gradients), strict=True):
+        assert relative(ours, theirs) < 1e-5
