@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from peft_mux.modeling.generation.decoding import generate
     from peft_mux.modeling.generation.options import Completion, GenerateOptions, GenerationRequest, SamplingOptions
     from peft_mux.modeling.model import MultiTaskPeftModel
-    from peft_mux.scheduler.plan import Plan
+    from peft_mux.scheduler.plan_views import Plan
     from peft_mux.task import EarlyStopping, MultiTaskTrainerCallback, Task, TaskStatus
     from peft_mux.trainer.sweep import SweepResult, sweep
     from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -54,7 +54,7 @@ _NAMES = {
     "modeling.generation.decoding": "generate",
     "modeling.generation.options": "Completion GenerateOptions GenerationRequest SamplingOptions",
     "modeling.model": "MultiTaskPeftModel",
-    "scheduler.plan": "Plan",
+    "scheduler.plan_views": "Plan",
     "task": "EarlyStopping MultiTaskTrainerCallback Task TaskStatus",
     "trainer.sweep": "SweepResult sweep",
     "trainer.trainer": "MultiTaskTrainer",

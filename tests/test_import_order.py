@@ -147,6 +147,14 @@ def test_a_folder_imports_only_these_and_the_standard_library(folder: str, allow
     assert strange == []
 
 
+def test_a_plan_is_data_that_needs_neither_drawing_nor_simulator() -> None:
+    todo, reached = ["peft_mux.scheduler.plan"], set[str]()
+    while todo:
+        reached.add(module := todo.pop())
+        todo += module_graph()[module] - reached
+    assert reached.isdisjoint(f"peft_mux.scheduler.{name}" for name in ("plan_views", "drawing", "pipeline.simulator"))
+
+
 def test_the_package_imports_neither_benchmarks_nor_tests() -> None:
     names = {name.split(".")[0] for module in PATHS for name in imported(module)}
     assert names.isdisjoint({"benchmarks", "tests", "tools", "pytest", "hypothesis"})
@@ -156,7 +164,7 @@ def test_the_package_imports_neither_benchmarks_nor_tests() -> None:
 
 
 def test_light_modules_and_names_are_imported_without_torch() -> None:
-    modules = "peft_mux", "peft_mux.scheduler.plan", "peft_mux.errors", "peft_mux.cli.main"
+    modules = "peft_mux", "peft_mux.scheduler.plan_views", "peft_mux.errors", "peft_mux.cli.main"
     heavy = run_code(
         f"import importlib, sys\nfor module in {modules}:\n    importlib.import_module(module)\n"
         "    print([(module, name) for name in ('torch', 'transformers', 'peft') if name in sys.modules])\n"

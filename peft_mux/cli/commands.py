@@ -26,7 +26,7 @@ from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.scheduler.costs.profile import profile_text
 from peft_mux.scheduler.deployment.report import save_deployment
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan_views import Plan, memory_bar, memory_bars
 from peft_mux.storage import FolderLock, write_file
 from peft_mux.task import Task
 from peft_mux.trainer.run import output_folder
@@ -153,7 +153,7 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         print(_shown(planned))
     if arguments.gantt:
-        print(f"\n{planned.gantt(min(window_width(), 120))}\n\n{planned.memory_bars()}")
+        print(f"\n{planned.gantt(min(window_width(), 120))}\n\n{memory_bars(planned)}")
     if arguments.image:
         print(f"drawn: {planned.save_gantt(arguments.image)}")
     return 0
@@ -270,7 +270,7 @@ class _Record(TrainerCallback):
 
 def _shown(plan: Plan) -> str:
     """Return a plan as text for the window, its memory in red on a terminal if it takes more than 95 % of a device."""
-    bar, width = plan.memory_bar, window_width()
+    bar, width = memory_bar(plan), window_width()
     text = wrapped(plan.summary(width), width)
     if not bar.is_nearly_full or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text

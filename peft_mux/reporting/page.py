@@ -31,16 +31,9 @@ from peft_mux.reporting.views import (
     shortened,
     time_text,
 )
-from peft_mux.scheduler.drawing import (
-    PALETTE,
-    MeasuredStep,
-    legend,
-    memory_html,
-    new_figure,
-    rounded_ticks,
-    timeline_html,
-)
+from peft_mux.scheduler.drawing import PALETTE, legend, new_figure, rounded_ticks
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan_views import MeasuredStep, memory_html, timeline_html
 from peft_mux.scheduler.units import bytes_text
 from peft_mux.storage import write_file
 

@@ -22,7 +22,7 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         |    its list scheduling; time line, windows, bounds      pipeline/launch.py, pipeline/simulator.py
         |- inside a stage, section 3.4.2: Algorithm 1, subgraphs  subgraphs.py         LaunchQueue, turn_groups
         v
-      plan                 all of it: planner/planner.py          plan.py              Plan, drawn by drawing.py
+      plan                 all of it: planner/planner.py          plan.py              Plan, shown by plan_views.py
     LobRA
       replica              <tensor, pipeline> parallel sizes      replicas/time_model.py ParallelConfig
         |                  step time, Eq. 10 to 12                replicas/            ReplicaTimeModel
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.pipeline.launch import BucketLoad
     from peft_mux.scheduler.pipeline.simulator import Simulation
     from peft_mux.scheduler.pipeline.template import PipelineTemplate
-    from peft_mux.scheduler.plan import Plan
+    from peft_mux.scheduler.plan_views import Plan
     from peft_mux.scheduler.planner.planner import DoesNotFitError, plan_tasks
     from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
     from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, TaskShare, Waiting
@@ -71,7 +71,7 @@ _NAMES = {
     "pipeline.launch": "BucketLoad",
     "pipeline.simulator": "Simulation",
     "pipeline.template": "PipelineTemplate",
-    "plan": "Plan",
+    "plan_views": "Plan",
     "planner.planner": "DoesNotFitError plan_tasks",
     "planner.policies": "POLICIES Partition Policy policy_named register_policy",
     "planner.values": "Budget HTask Outcome PlannedPass TaskShare Waiting",

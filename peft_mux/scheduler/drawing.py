@@ -1,8 +1,8 @@
-"""Drawings of a plan: its time line and memory as text, as inline SVG and as a picture.
+"""Bars of time and memory as text, as inline SVG and as a picture.
 
-`timeline` and `memory_rows` return bars in rows (`Rows`), which `rows_svg` and `save_rows` draw. SVG is readable on
-light and dark backgrounds, because text takes the colour of its surroundings; `report.html` and notebooks show it
-without matplotlib, which only draws picture files.
+`memory_rows`, and `timeline` of `plan_views.py`, return bars in rows (`Rows`), which `rows_svg` and `save_rows` draw.
+SVG is readable on light and dark backgrounds, because text takes the colour of its surroundings; `report.html` and
+notebooks show it without matplotlib, which only draws picture files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.pipeline.simulator import Simulation
-from peft_mux.scheduler.units import bytes_text, seconds_text
+from peft_mux.scheduler.units import bytes_text
 
 PALETTE = ("#4c8dd6", "#e08a2e", "#4fa86b", "#c95f5f", "#9479c9", "#a07a5f", "#d67fb5", "#8a8f98", "#b3ab3d", "#4bb0bf")
 """Colours of middle brightness."""
@@ -77,64 +77,6 @@ class Rows(NamedTuple):
     legend: Sequence[tuple[str, int]] = ()
     mark: float = 0.0
     alarms: Collection[int] = ()
-
-
-class MeasuredStep(NamedTuple):
-    """The last step under a plan as one process timed it.
-
-    Attributes:
-        rank: rank of the process.
-        stage: stage of the pipeline that it holds.
-        passes: the names of the tasks in each pass (of passes in turns, of all of them), and the seconds of its forward
-            and backward, in the order in which they ended.
-    """
-
-    rank: int
-    stage: int
-    passes: tuple[tuple[tuple[str, ...], float], ...]
-
-
-def timeline(simulation: Simulation, plan: Any = None, steps: Sequence[MeasuredStep] = ()) -> Rows:
-    """Return the passes of each stage, in seconds from the start of the step.
-
-    Args:
-        simulation: the simulated step.
-        plan: the `Plan` that it is of, which knows the tasks of buckets; `None` shows the simulation's names.
-        steps: what processes measured of a step under this plan; in rows below their stage.
-    """
-    names, rows, end = list(simulation.bucket_names), [], simulation.makespan_s
-    bucket_of: dict[str, int] = {}
-    if plan is not None:
-        tasks_of = _bucket_tasks(plan)
-        names = list(map(_listed, tasks_of))
-        bucket_of = {task: bucket for bucket, tasks in enumerate(tasks_of) for task in tasks}
-    for stage in range(simulation.num_stages):
-        bars = []
-        for span in [span for span in simulation.spans if span.device == stage]:
-            bucket, is_forward = span.action.bucket, span.action.kind == "F"
-            words = f"{names[bucket]}, {'forward' if is_forward else 'backward'}"
-            words += f": {seconds_text(span.end_s - span.start_s)}"
-            label = f"{bucket}.{span.action.micro_batch}"
-            bars.append(Bar(span.start_s, span.end_s, bucket, words, is_forward, label))
-        rows.append((f"planned stage {stage}" if simulation.num_stages > 1 else "planned", bars))
-        for step in [step for step in steps if step.stage == stage and step.passes]:
-            bars, at_s = [], 0.0
-            for tasks, seconds in step.passes:
-                bucket = next((bucket_of[name] for name in tasks if name in bucket_of), 0)
-                bars.append(Bar(at_s, at_s + seconds, bucket, f"{_listed(tasks)}: {seconds_text(seconds)}"))
-                at_s += seconds
-            end = max(end, at_s)
-            rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
-    unit = (1.0, "s") if end >= 1 else (1e-3, "ms")
-    return Rows(rows, end, unit, [(name, bucket) for bucket, name in enumerate(names)])
-
-
-def _bucket_tasks(plan: Any) -> list[list[str]]:
-    return [[task for index in bucket for task in plan.htasks[index].tasks] for bucket in plan.buckets]
-
-
-def _listed(tasks: Sequence[str]) -> str:
-    return ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
 
 
 def memory_rows(
@@ -231,33 +173,6 @@ def legend(names: Iterable[tuple[str, int]]) -> str:
         f'<span style="display:inline-block;margin-right:1em"><span style="color:{PALETTE[color % len(PALETTE)]}">'
         f"&#9632;</span> {escape(name)}</span>"
         for name, color in names
-    )
-
-
-def timeline_html(plan: Any, steps: Sequence[MeasuredStep] = ()) -> str:
-    """Draw the planned step of a `Plan` above what processes measured of one; return "" for a plan without tasks."""
-    if plan is None or plan.template is None:
-        return ""
-    rows = timeline(plan.timeline(), plan, steps)
-    names = [(", ".join(tasks), bucket) for bucket, tasks in enumerate(_bucket_tasks(plan))]
-    measured = (
-        " Measured is the last step that followed this plan: forward and backward of each pass together, one after "
-        "another, without the time between them."
-    )
-    return (
-        f'<div class="wide">{rows_svg(rows)}</div><div>{legend(names)}</div>'
-        "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
-        f"({plan.profile_source or 'none'}).{measured if steps else ''}</p>"
-    )
-
-
-def memory_html(plan: Any, measured: Mapping[str, Mapping[str, float]] | None = None, note: str = "") -> str:
-    """Draw the memory of a `Plan` above rows of measured memory (as in `memory_rows`), and a note on these."""
-    rows = memory_rows({"planned": plan.memory.parts, **(measured or {})}, plan.limit_bytes, plan.device_bytes)
-    red = f" <b style='color:{ALARM}'>more than 95 % is taken</b>" if plan.memory_bar.is_nearly_full else ""
-    return (
-        f'<div class="wide">{rows_svg(rows)}</div><div>{legend(rows.legend)}{red}</div>'
-        f"<p class=note>Planned is the memory of the fullest stage at its peak, an analytic estimate. {note}</p>"
     )
 
 

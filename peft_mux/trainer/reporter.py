@@ -21,7 +21,7 @@ from peft_mux.reporting.page import page_html, plot_losses
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
 from peft_mux.reporting.report import RankRecord, RunReport, next_lines, report_row
 from peft_mux.reporting.views import RunView, interrupted, metrics_of, view_of, view_of_records
-from peft_mux.scheduler.drawing import MeasuredStep
+from peft_mux.scheduler.plan_views import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.plan_follower import PlanFollower

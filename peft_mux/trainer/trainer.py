@@ -63,7 +63,7 @@ from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
 from peft_mux.scheduler.deployment.report import DeploymentReport
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan_views import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus, opened_rows
 from peft_mux.trainer.inputs import (

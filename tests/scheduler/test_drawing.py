@@ -21,10 +21,10 @@ from peft_mux.scheduler.drawing import (
     memory_rows,
     rows_svg,
     save_rows,
-    timeline,
 )
-from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
+from peft_mux.scheduler.pipeline.simulator import Simulation
 from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan_views import Plan, simulated_step, timeline
 from tests.invariants.mux_lab import small_task, tiny_llama
 from tests.scheduler.pipeline.cases import even
 from tests.scheduler.plan_cases import a_plan
@@ -66,9 +66,14 @@ def test_a_plan_is_compared_with_its_device_and_where_that_is_unknown_against_wh
     assert (plan.memory.parts["adapters"], plan.memory.parts["optimizers"]) == (300 * 12, 300 * 8)
 
 
+def planned(latencies_s: list[float], *, stages: int = 2, micro_batches: int = 1) -> Plan:
+    loads = tuple(even(latencies_s, stages=stages, micro_batches=micro_batches))
+    buckets = ((0,), (1,)) if len(loads) > 1 else ((0, 1),)
+    return dataclasses.replace(a_plan(), buckets=buckets, template=build_template(loads, "mux"), bucket_loads=loads)
+
+
 def simulated(latencies_s: list[float], *, stages: int = 2, micro_batches: int = 1) -> Simulation:
-    buckets = even(latencies_s, stages=stages, micro_batches=micro_batches)
-    return simulate(build_template(buckets, "mux"), buckets)
+    return simulated_step(planned(latencies_s, stages=stages, micro_batches=micro_batches))
 
 
 def bars(text: str) -> list[str]:
@@ -92,11 +97,11 @@ def test_each_slot_shows_who_runs_in_it_over_an_axis_that_ends_with_the_makespan
 
 def test_a_picture_is_written_in_the_format_of_its_suffix_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = {"a step": timeline(simulated([0.002, 0.001], stages=3, micro_batches=2))}
+    rows = {"a step": timeline(planned([0.002, 0.001], stages=3, micro_batches=2))}
     assert save_rows(tmp_path / "plan.png", rows).read_bytes().startswith(b"\x89PNG")
     first, second = (save_rows(tmp_path / name, rows).read_text(encoding="utf-8") for name in ("a.svg", "b.svg"))
     assert first == second
-    for label in ("0.0", "0.1", "1.0", "1.1", "bucket 0", "bucket 1", "planned stage 2"):
+    for label in ("0.0", "0.1", "1.0", "1.1", "sql, tales", "sums", "planned stage 2"):
         assert f"<!-- {label} -->" in first
     with pytest.raises(ConfigError, match=r"path must be a name that ends in \.png or \.svg, got 'plan\.gif'"):
         save_rows(tmp_path / "plan.gif", rows)
@@ -107,7 +112,7 @@ def test_long_names_leave_room_for_the_bars_and_no_title_is_cut(monkeypatch: pyt
     saved: list[Any] = []
     monkeypatch.setattr(figure_type, "savefig", lambda figure, *args, **options: saved.append(figure))
     names = [f"a-task-with-a-rather-long-name-{number}" for number in range(9)]
-    drawn = timeline(simulated([0.001]))._replace(legend=[(", ".join(names), 0)])
+    drawn = timeline(planned([0.001]))._replace(legend=[(", ".join(names), 0)])
     save_rows(Path("plan.png"), {"a title of many words " * 3: drawn})
     saved[0].canvas.draw()
     (axes,) = saved[0].axes
@@ -119,7 +124,7 @@ def test_long_names_leave_room_for_the_bars_and_no_title_is_cut(monkeypatch: pyt
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
-        save_rows(tmp_path / "plan.png", {"a step": timeline(simulated([0.001]))})
+        save_rows(tmp_path / "plan.png", {"a step": timeline(planned([0.001]))})
 
 
 def test_the_picture_of_a_plan_has_its_memory(tmp_path: Path) -> None:
@@ -158,7 +163,7 @@ def test_a_plan_is_a_summary_with_drawings_at_a_prompt_and_in_a_notebook(tmp_pat
     html = plan._repr_html_()
     drawings = re.findall(r"<svg.*?</svg>", html)
     assert len(drawings) == 2
-    assert len(widths(drawings[0])) == len(plan.timeline().spans)
+    assert len(widths(drawings[0])) == len(simulated_step(plan).spans)
     assert len(widths(drawings[1])) == 5, "base weights, adapters, optimizers, activations, workspace"
     assert "<script" not in html
     assert "http" not in html

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.plan import Plan, run_times
-from peft_mux.scheduler.planner.values import HTask, TaskShare
+from peft_mux.scheduler.plan_views import Plan, simulated_step
+from peft_mux.scheduler.planner.values import HTask, TaskShare, run_times
 from peft_mux.scheduler.units import ANALYTIC_TIME, MEASURED_TIME, MEMORY, Band, time_band
 from tests.scheduler.plan_cases import a_plan
 
@@ -23,7 +23,7 @@ def test_a_plan_and_one_without_tasks_come_back_from_json_as_they_were() -> None
     empty = replace(a_plan(), htasks=(), shares=(), buckets=(), template=None, bucket_loads=())
     for plan in (a_plan(), replace(a_plan(), device_bytes=2**31, links=(Link(1e-5, 1e9),) * 2), empty):
         assert Plan.from_json(plan.to_json()) == plan
-    assert a_plan().timeline().makespan_s == pytest.approx(1.1)
+    assert simulated_step(a_plan()).makespan_s == pytest.approx(1.1)
     with pytest.raises(ValueError, match="the plan must have at least one running task to have a timeline, got none"):
         empty.gantt()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from peft_mux.data.packing.passes import PassRules
 from peft_mux.scheduler.costs.latency import PassParts
@@ -11,6 +12,7 @@ from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.launch import BucketLoad, Links
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
+from peft_mux.scheduler.units import seconds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +165,53 @@ class Outcome:
     memory: MemoryEstimate | None
     passes: tuple[PlannedPass, ...] = ()
     turns: TurnPlan | None = None
+
+
+class PredictedTimes(NamedTuple):
+    """Predicted times of the same steps, one task after another and together.
+
+    Attributes:
+        in_turn_s: seconds of all steps of one task after another.
+        together_s: seconds of the same steps as planned, until the last task has ended.
+    """
+
+    in_turn_s: float
+    together_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the steps are together."""
+        return self.in_turn_s / self.together_s
+
+    def __str__(self) -> str:
+        """Return both times and their ratio in one line."""
+        return (
+            f"one after another {seconds_text(self.in_turn_s)}   together {seconds_text(self.together_s)}   "
+            f"{self.ratio:.2g}x (estimate)"
+        )
+
+
+def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> PredictedTimes | None:
+    """Return both times; `None` for a single task, or if a time is unknown.
+
+    Tasks end at different steps, and the steps after that are not planned. What a step of all tasks saves over their
+    steps alone is assumed to shrink in equal parts with each task that ends, to nothing for the last one, as the fixed
+    time of passes does.
+
+    Args:
+        num_steps: steps of each task.
+        alone_s: predicted seconds of a step of each task by itself; 0 if unknown.
+        step_s: predicted seconds of a step of all tasks.
+    """
+    if len(alone_s) < 2 or not all(alone_s) or not any(num_steps) or not step_s:
+        return None
+    saved_s = (sum(alone_s) - step_s) / (len(alone_s) - 1)
+    together_s = running_s = longest_s = 0.0
+    # From the task that ends last back to the step in which all run.
+    tasks = sorted(zip(num_steps, alone_s, strict=True), reverse=True)
+    ends = [*(steps for steps, _ in tasks[1:]), 0]
+    for others, ((steps, own_s), end) in enumerate(zip(tasks, ends, strict=True)):
+        running_s, longest_s = running_s + own_s, max(longest_s, own_s)
+        # A step is never faster than its longest task by itself.
+        together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
+    return PredictedTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
