@@ -241,9 +241,9 @@ def train_mux_with_graphs(settings: Settings, backbone: Any, workload: Any, pass
 def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     """Return the tasks of a workload as a run has them once they train: a constant rate, no decay, clipping at 1."""
     from peft_mux.arguments import MultiTaskTrainingArguments
+    from peft_mux.engine.tasks.active_task import TaskTable
     from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
-    from peft_mux.engine.tasks.setup import make_task_run, resolve_tasks
-    from peft_mux.engine.tasks.task_run import TaskTable
+    from peft_mux.engine.tasks.setup import make_active_task, resolve_tasks
     from peft_mux.task import TaskStatus
 
     args = MultiTaskTrainingArguments(
@@ -252,7 +252,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     table = TaskTable()
     # One step more than is taken, so that no task ends.
     for task in dataclasses.replace(workload, num_steps=workload.num_steps + 1).to_tasks():
-        run = make_task_run(*resolve_tasks([task], args), args, None, model.backbone.config)
+        run = make_active_task(*resolve_tasks([task], args), args, None, model.backbone.config)
         slab = model.registry.slab_of(task.name)
         slab.bind_gradients()
         run.optimizer = TaskOptimizer(task.name, model.task_parameters(task.name), run.hyper, run.num_steps, args, slab)

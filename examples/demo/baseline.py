@@ -7,10 +7,10 @@ import tempfile
 import time
 from typing import Any
 
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 
 
-def train_one_by_one(backbone: Any, runs: list[TaskRun], *, num_steps: int) -> tuple[float, int]:
+def train_one_by_one(backbone: Any, runs: list[ActiveTask], *, num_steps: int) -> tuple[float, int]:
     """Train every task alone for its first `num_steps` global batches.
 
     Args:
@@ -33,7 +33,7 @@ def train_one_by_one(backbone: Any, runs: list[TaskRun], *, num_steps: int) -> t
     return seconds, tokens
 
 
-def _trainer(backbone: Any, run: TaskRun, batches: list[Any], folder: str) -> Any:
+def _trainer(backbone: Any, run: ActiveTask, batches: list[Any], folder: str) -> Any:
     from peft import get_peft_model
     from torch.utils.data import SequentialSampler
     from transformers import PrinterCallback, Trainer, TrainingArguments

@@ -22,7 +22,7 @@ from peft import PeftConfig
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import Weights
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError, Fault, closest, installed_version, raise_faults, shown
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME, saved_num_labels
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
@@ -62,7 +62,7 @@ def model_card(
     folder: Path,
     name: str,
     num_steps: int,
-    run: TaskRun | None = None,
+    run: ActiveTask | None = None,
     *,
     num_tasks: int = 1,
     has_picture: bool = False,
@@ -111,7 +111,7 @@ def _is_local(base: str) -> bool:
     return not base or Path(base).exists() or base.startswith(("/", ".", "~"))
 
 
-def _training_section(run: TaskRun, config: PeftConfig, *, num_tasks: int, has_picture: bool) -> str:
+def _training_section(run: ActiveTask, config: PeftConfig, *, num_tasks: int, has_picture: bool) -> str:
     """Return a card's facts about the training: its results, rows, adapter, hyper-parameters and versions."""
     results: dict[str, Any] = {"steps": f"{run.step:,} of {run.num_steps:,}", "status": run.status.value}
     if run.step:
@@ -183,7 +183,7 @@ def write_card(folder: Path, card: ModelCard) -> bool:
 # ---------------------------------------------------------------- files next to an adapter
 
 
-def needs_tokenizer(run: TaskRun, tokenizer: Any, vocab_size: int | None) -> bool:
+def needs_tokenizer(run: ActiveTask, tokenizer: Any, vocab_size: int | None) -> bool:
     """Return whether an adapter does not work with the tokenizer of its backbone.
 
     That is so if tokens were added, embeddings of tokens are trained, or the task has a chat template of its own.
@@ -200,7 +200,7 @@ def needs_tokenizer(run: TaskRun, tokenizer: Any, vocab_size: int | None) -> boo
 # ---------------------------------------------------------------- uploads
 
 
-def check_push(run: TaskRun, repo_id: object, options: Mapping[str, Any]) -> None:
+def check_push(run: ActiveTask, repo_id: object, options: Mapping[str, Any]) -> None:
     """Check the arguments of `push_to_hub`.
 
     Raises:
@@ -228,7 +228,7 @@ def check_push(run: TaskRun, repo_id: object, options: Mapping[str, Any]) -> Non
 
 def push_task(
     model: MultiTaskPeftModel,
-    run: TaskRun,
+    run: ActiveTask,
     weights: Weights | None,
     repo_id: str,
     options: Mapping[str, Any],
@@ -329,7 +329,7 @@ class HubPushes:
         self._under_way: dict[str, Future[Any]] = {}
         self._reported: set[str] = set()
 
-    def saved(self, runs: list[TaskRun]) -> None:
+    def saved(self, runs: list[ActiveTask]) -> None:
         """Upload adapters that were written with a state of the run, if the strategy says so."""
         if getattr(self._args.hub_strategy, "value", self._args.hub_strategy) == "every_save":
             for run in runs:
@@ -337,7 +337,7 @@ class HubPushes:
                 if before is None or before.done() or self._args.hub_always_push:
                     self.push(run)
 
-    def push(self, run: TaskRun) -> None:
+    def push(self, run: ActiveTask) -> None:
         """Upload the adapter of a task in the run folder, with `push_to_hub=True`."""
         args = self._args
         if not args.push_to_hub:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux import storage
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import weights_digest
 from peft_mux.task import TaskStatus
@@ -194,7 +194,7 @@ class ChangedSettingsError(CheckpointError):
     """A task is resumed with other settings than its checkpoint has; an older checkpoint would have the same."""
 
 
-def task_state(run: TaskRun) -> dict[str, Any]:
+def task_state(run: ActiveTask) -> dict[str, Any]:
     """Return where a task stands as JSON, without its optimizer."""
     return {
         "settings": task_settings(run),
@@ -252,7 +252,7 @@ def read_task_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the state of a task ({type(error).__name__}: {error}).") from error
 
 
-def task_settings(run: TaskRun) -> dict[str, Any]:
+def task_settings(run: ActiveTask) -> dict[str, Any]:
     """Return what must not change between a checkpoint and its resumption, as plain JSON."""
     config = run.task.peft_config.to_dict()
     # The smoothed share of the loss is one of the hyper-parameters. Two functions cannot be compared.
@@ -283,7 +283,7 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(run: TaskRun, saved: dict[str, Any]) -> str:
+def check_settings(run: ActiveTask, saved: dict[str, Any]) -> str:
     """Return which settings have changed, with old and new values, for a message; "" for none.
 
     Raises:

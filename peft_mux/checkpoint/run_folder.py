@@ -47,7 +47,7 @@ from peft_mux.checkpoint.records import (
     task_state,
 )
 from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snapshot
-from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
+from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME, adapter_names
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -155,7 +155,7 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
 
-    def save_best(self, run: TaskRun, weights: Weights | None = None) -> None:
+    def save_best(self, run: ActiveTask, weights: Weights | None = None) -> None:
         """Write a task's adapter as its best so far."""
         storage.write_folder(
             self.task_folder(run.name) / "best",
@@ -163,7 +163,7 @@ class RunFolder:
             facts={"format_version": FORMAT_VERSION, **self._identity(run.name, run.step)},
         )
 
-    def save_task(self, run: TaskRun, snapshot: TaskState | None, weights: Weights | None = None) -> Path:
+    def save_task(self, run: ActiveTask, snapshot: TaskState | None, weights: Weights | None = None) -> Path:
         """Write a checkpoint from which the task resumes exactly; return its folder.
 
         Args:
@@ -190,7 +190,7 @@ class RunFolder:
         storage.write_folder(folder, fill, facts=facts)
         return folder
 
-    def restore(self, run: TaskRun, step: int, warn: Callable[[str], None]) -> None:
+    def restore(self, run: ActiveTask, step: int, warn: Callable[[str], None]) -> None:
         """Restore a task from its checkpoint of `step`, or from the newest valid one before it.
 
         Args:
@@ -235,7 +235,7 @@ class RunFolder:
             "folder, or remove the task's folder to train the task again from the start."
         )
 
-    def _load(self, run: TaskRun, folder: Path, say: Callable[[str], None]) -> None:
+    def _load(self, run: ActiveTask, folder: Path, say: Callable[[str], None]) -> None:
         """Restore a task from a folder whose files are intact."""
         saved = read_task_state(folder / STATE_NAME)
         step, status, optimizer = saved["step"], saved["status"], saved["optimizer"]
@@ -345,7 +345,7 @@ class RunFolder:
         # By the number in the record, never by the time of the file, which copying changes.
         return sorted(readable, key=lambda item: item[0].run_step)
 
-    def save_record(self, run_step: int, runs: list[TaskRun], numerics: Mapping[str, Any]) -> None:
+    def save_record(self, run_step: int, runs: list[ActiveTask], numerics: Mapping[str, Any]) -> None:
         """Write which checkpoints belong together, and delete what is older than `keep` allows.
 
         Every task must have been saved before; the record makes its step the one to resume from.

@@ -24,7 +24,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import RecordedTask
 from peft_mux.checkpoint.run_folder import RunFolder, Weights
 from peft_mux.checkpoint.task_state import TaskState, take_snapshot
-from peft_mux.engine.tasks.task_run import TaskRun, TaskTable, run_interval
+from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable, run_interval
 from peft_mux.errors import CheckpointError, installed_version
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.modeling.attention.varlen import varlen_kernel
@@ -108,7 +108,7 @@ def commit_of_script() -> dict[str, Any] | None:
     return {"commit": commits[0], "is_dirty": any(not line.startswith("# ") for line in lines)}
 
 
-def task_config(run: TaskRun) -> dict[str, Any]:
+def task_config(run: ActiveTask) -> dict[str, Any]:
     """Return every setting of a task in effect."""
     return {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
 
@@ -230,13 +230,13 @@ class Saver:
             self.num_states += 1
         return is_saved
 
-    def save_due_tasks(self, names: Iterable[str], asking: Container[str] = ()) -> list[TaskRun]:
+    def save_due_tasks(self, names: Iterable[str], asking: Container[str] = ()) -> list[ActiveTask]:
         """Write a checkpoint of each task whose own `save_steps` are over, or that asks; return those now saved."""
         running = [run for run in map(self.table.__getitem__, names) if run.status is TaskStatus.RUNNING]
         due = [run for run in running if run.name in asking or (run.save_every and run.step % run.save_every == 0)]
         return [run for run in due if self._save_task(run, with_adapter=False)]
 
-    def _save_task(self, run: TaskRun, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
+    def _save_task(self, run: ActiveTask, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
         """Write one task, and return whether it was written; all processes that hold parts of it call this."""
         folder = self.folder
         if folder is None:
@@ -297,13 +297,13 @@ class Saver:
             self._adapter_steps[name] = self.table[name].step
         return is_saved
 
-    def save_best(self, run: TaskRun) -> None:
+    def save_best(self, run: ActiveTask) -> None:
         """Write a task's adapter as its best so far."""
         folder, weights = self.folder, self.full_weights(run)
         if folder is not None:
             self.attempt(lambda: folder.save_best(run, weights))
 
-    def save_ended(self, run: TaskRun) -> str:
+    def save_ended(self, run: ActiveTask) -> str:
         """Write the adapter and the last state of a task that has ended, and read the adapter back.
 
         Returns:
@@ -331,18 +331,18 @@ class Saver:
             self._adapter_steps[run.name] = run.step
         return failure
 
-    def place(self, run: TaskRun) -> Path | None:
+    def place(self, run: ActiveTask) -> Path | None:
         """Return the folder with the present adapter of a task; `None` if the disk has none or an older one."""
         if self.folder is None or self._adapter_steps.get(run.name) != run.step or run.name in self.unsaved:
             return None
         return self.folder.root / run.name
 
-    def full_weights(self, run: TaskRun) -> Weights | None:
+    def full_weights(self, run: ActiveTask) -> Weights | None:
         """Return a task's full weights on the process that writes, if processes hold parts; all of them call this."""
         state = None if self.gather is None else self.gather(run, only_weights=True)
         return None if state is None else state.weights
 
-    def _collect(self, run: TaskRun) -> tuple[TaskState | None, Weights | None]:
+    def _collect(self, run: ActiveTask) -> tuple[TaskState | None, Weights | None]:
         """Return state and weights of a task on the process that writes; all that hold parts of it call this."""
         assert self.folder is not None, "called only if something is saved"
         if self.gather is not None:
@@ -353,7 +353,7 @@ class Saver:
 
     # ---------------------------------------------------------------- tasks that leave and arrive
 
-    def note_removed(self, run: TaskRun) -> None:
+    def note_removed(self, run: ActiveTask) -> None:
         """Record that a task was removed, so that it stays removed when the run is resumed."""
         self.unsaved.pop(run.name, None)
         self._adapter_steps.pop(run.name, None)

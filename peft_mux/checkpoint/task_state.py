@@ -22,8 +22,8 @@ from torch import nn
 
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
-from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.sharding import Piece
 from peft_mux.modeling.slabs import PAGE_KINDS
@@ -64,7 +64,7 @@ class TaskState:
 # ---------------------------------------------------------------- out of a run, and into one
 
 
-def take_snapshot(run: TaskRun, model: Any, *, only_weights: bool = False) -> TaskState:
+def take_snapshot(run: ActiveTask, model: Any, *, only_weights: bool = False) -> TaskState:
     """Return a copy of this process's part of a task, or only of its weights.
 
     Args:
@@ -86,7 +86,7 @@ def take_snapshot(run: TaskRun, model: Any, *, only_weights: bool = False) -> Ta
 
 
 @torch.no_grad()
-def put_snapshot(run: TaskRun, model: Any, state: TaskState, *, from_step: int | None = None) -> None:
+def put_snapshot(run: ActiveTask, model: Any, state: TaskState, *, from_step: int | None = None) -> None:
     """Restore a task from the state of the whole task; this process takes the parts that it holds.
 
     Args:

@@ -19,7 +19,7 @@ import torch
 
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import Fault, ProcessError, raise_faults
 from peft_mux.task import TaskStatus
 
@@ -112,7 +112,7 @@ class Agreement:
     def on_tasks(
         self,
         step: int,
-        tasks: Iterable[TaskRun],
+        tasks: Iterable[ActiveTask],
         *,
         wants_stop: bool,
         replicas: str = "",
@@ -185,7 +185,7 @@ class Agreement:
         return merged, stops
 
     def on_batches(
-        self, batches: dict[str, TaskBatch], failures: dict[str, str], order: Sequence[str], tasks: Iterable[TaskRun]
+        self, batches: dict[str, TaskBatch], failures: dict[str, str], order: Sequence[str], tasks: Iterable[ActiveTask]
     ) -> tuple[dict[str, TaskBatch], dict[str, str]]:
         """Agree on the rows of a step, and on learning rates, which callbacks may have set since `on_tasks`.
 
@@ -235,7 +235,7 @@ class Agreement:
         return {name: batch for name, batch in batches.items() if name not in merged}, merged
 
 
-def _rates(task: TaskRun) -> str:
+def _rates(task: ActiveTask) -> str:
     """Return the learning rates of a task; those of LoRA+ differ between pipeline stages, so that none is returned."""
     if task.optimizer is None or task.hyper.loraplus_lr_ratio is not None:
         return ""

@@ -17,9 +17,9 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.tasks.active_task import ResolvedTask
 from peft_mux.engine.tasks.optimizer import page_kind_of
 from peft_mux.engine.tasks.setup import adapters_of
-from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, TOKEN_CLASSIFICATION, HeadKind

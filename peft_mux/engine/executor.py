@@ -39,7 +39,7 @@ attention also holds a copy of the earlier keys and values for each part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -60,6 +60,9 @@ from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE, ROUT
 from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept, in_mode
 from peft_mux.scheduler.plan import Plan
+
+UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
+"""Steps tasks by their losses and gradient norms in a step of the window; returns those that step no more in it."""
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
@@ -92,7 +95,10 @@ class Executor:
         clock: times the passes of a step.
         shortage: why a pass of the last step found no memory, if the step was finished nevertheless
             (`finishes_steps`); else "".
+        most_steps: number of steps that `run_window` can take at once.
     """
+
+    most_steps = 1
 
     def __init__(
         self,
@@ -132,6 +138,15 @@ class Executor:
         """Close the connections that only this executor uses; all processes call this at the same time."""
 
     # ------------------------------------------------------------------ steps
+
+    def gains_by_windows(self, tasks: Sequence[str]) -> bool:
+        """Return whether `run_window` is faster than steps of these tasks one by one; all processes call this."""
+        del tasks
+        return False
+
+    def run_window(self, works: Sequence[StepWork], update: UpdateTasks) -> list[StepResult]:
+        """Take several steps without a pause between them, where `gains_by_windows` is true."""
+        raise NotImplementedError
 
     def run(self, work: StepWork) -> StepResult:
         """Compute the loss of every task over all processes, and add its gradients to the parameters that lie here.

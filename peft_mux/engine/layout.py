@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.engine.divided_adapters import divided_kind_faults, divided_model_faults
-from peft_mux.engine.tasks.task_run import ResolvedTask
+from peft_mux.engine.tasks.active_task import ResolvedTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.adapters.kind import kind_of

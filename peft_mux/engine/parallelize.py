@@ -28,8 +28,8 @@ from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.active_task import ResolvedTask
 from peft_mux.engine.tasks.setup import adapters_of
-from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
 from peft_mux.errors import CheckpointError, ConfigError

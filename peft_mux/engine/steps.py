@@ -18,7 +18,7 @@ from peft_mux.engine.agreement import Agreement
 from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
 from peft_mux.scheduler.plan import Plan
@@ -42,7 +42,7 @@ class BatchesAhead:
         self._held: dict[str, tuple[Any, int, TaskBatch | DataError]] = {}
         self._taken: dict[str, tuple[Any, int, TaskBatch | DataError]] = {}
 
-    def take(self, task: TaskRun, step: int | None = None) -> TaskBatch:
+    def take(self, task: ActiveTask, step: int | None = None) -> TaskBatch:
         """Return the batch of a task's step, reading it if it was not prefetched.
 
         Args:
@@ -67,7 +67,7 @@ class BatchesAhead:
         """Put the last batch of each task back, because its step is repeated."""
         self._held |= self._taken
 
-    def begin(self, tasks: Iterable[TaskRun], *, num_steps: int = 1) -> None:
+    def begin(self, tasks: Iterable[ActiveTask], *, num_steps: int = 1) -> None:
         """Start reading streams in their threads during a step; returns immediately.
 
         Args:
@@ -80,7 +80,7 @@ class BatchesAhead:
             if begin is not None and task.step + num_steps < task.num_steps:
                 begin(task.step + num_steps)
 
-    def read(self, tasks: Iterable[TaskRun]) -> list[TaskBatch]:
+    def read(self, tasks: Iterable[ActiveTask]) -> list[TaskBatch]:
         """Prefetch the next step of each task, except for tasks that end with the current step.
 
         A task whose rows cannot be read is also skipped; `take` raises its error later.
@@ -107,7 +107,7 @@ class BatchesAhead:
         self._held.pop(name, None)
         self._taken.pop(name, None)
 
-    def _read(self, task: TaskRun, step: int) -> TaskBatch:
+    def _read(self, task: ActiveTask, step: int) -> TaskBatch:
         started = time.perf_counter()
         try:
             return task.loader.batch(step)
@@ -144,7 +144,7 @@ class StepSource:
         self.ahead = ahead or BatchesAhead()
         self._replica = self.layout.place(self.processes.rank).replica
 
-    def next(self, tasks: Iterable[TaskRun], *, num_steps_later: int = 0) -> StepWork:
+    def next(self, tasks: Iterable[ActiveTask], *, num_steps_later: int = 0) -> StepWork:
         """Return the next step of the given tasks.
 
         A task whose rows cannot be read is reported in `failures` and skipped; the others continue.
@@ -196,7 +196,7 @@ class StepSource:
             sync_order=tuple(sorted(batches, key=lambda name: order.index(name) if name in order else len(order))),
         )
 
-    def window(self, tasks: Iterable[TaskRun], num_steps: int) -> list[StepWork]:
+    def window(self, tasks: Iterable[ActiveTask], num_steps: int) -> list[StepWork]:
         """Return several steps of the given tasks, or only the steps before one whose rows cannot be read.
 
         Args:
@@ -215,7 +215,7 @@ class StepSource:
                 break
         return works
 
-    def prepare(self, tasks: Iterable[TaskRun]) -> None:
+    def prepare(self, tasks: Iterable[ActiveTask]) -> None:
         """Start reading and dividing the next step if that takes time.
 
         Returns immediately, except if rows are divided in advance: then it waits for the rows of the next step.

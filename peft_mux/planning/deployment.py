@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner
@@ -64,7 +64,7 @@ the weights, the adapter itself and the last one that was good."""
 
 def report_deployment(
     planner: Planner,
-    runs: Sequence[TaskRun],
+    runs: Sequence[ActiveTask],
     devices: str | Cluster | None = None,
     *,
     measured: LayerProfile | None = None,
@@ -170,7 +170,7 @@ def _gradient_bytes(planner: Planner) -> int:
 
 
 def redeploy(
-    planner: Planner, runs: Sequence[TaskRun], old: ParallelLayout, *, restart_s: float = DEFAULT_RESTART_S
+    planner: Planner, runs: Sequence[ActiveTask], old: ParallelLayout, *, restart_s: float = DEFAULT_RESTART_S
 ) -> Redeployment:
     """Return whether moving to other replicas would pay off from now on (L section 5.1, dynamic batches).
 
@@ -206,7 +206,7 @@ def redeploy(
     )
 
 
-def _sampled_tasks(runs: Sequence[TaskRun], time_model: ReplicaTimeModel, num_devices: int) -> list[TaskLengths]:
+def _sampled_tasks(runs: Sequence[ActiveTask], time_model: ReplicaTimeModel, num_devices: int) -> list[TaskLengths]:
     """Return a sample of each task's lengths; refuse tasks that no replica on these devices holds, by name."""
     most = max(
         (tokens for config, tokens in time_model.max_tokens.items() if config.num_gpus <= num_devices), default=0

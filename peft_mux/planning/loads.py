@@ -19,7 +19,7 @@ from torch import nn
 from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.divided_adapters import cut_dim
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.bottleneck import NAME as BOTTLENECK
@@ -48,7 +48,7 @@ def whole_shapes(model: MultiTaskPeftModel, name: str) -> dict[str, tuple[int, .
 
 
 def task_load(
-    run: TaskRun,
+    run: ActiveTask,
     shapes: ParameterShapes,
     num_layers: int,
     *,
@@ -175,7 +175,7 @@ def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
     return tuple(ordered[places].tolist())
 
 
-def _sharing_batch(run: TaskRun) -> TaskBatch | None:
+def _sharing_batch(run: ActiveTask) -> TaskBatch | None:
     """Return a typical global batch of a task whose rows share tokens; `None` if they share none.
 
     What rows share depends on which of them are in a batch, so quantiles of lengths are not enough.

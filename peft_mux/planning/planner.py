@@ -16,7 +16,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.tasks.task_run import TaskRun, run_interval
+from peft_mux.engine.tasks.active_task import ActiveTask, run_interval
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
 from peft_mux.kernels.availability import has_triton, reason_against_kernels
@@ -145,7 +145,7 @@ class Planner:
 
     def plan(
         self,
-        runs: Sequence[TaskRun],
+        runs: Sequence[ActiveTask],
         *,
         running: Sequence[str] = (),
         devices: str | Cluster | None = None,
@@ -237,7 +237,7 @@ class Planner:
 
     def alone_s(
         self,
-        runs: Sequence[TaskRun],
+        runs: Sequence[ActiveTask],
         *,
         devices: str | Cluster | None = None,
         num_stages: int | None = None,
@@ -260,7 +260,7 @@ class Planner:
                 known[load] = outcome.step_s
         return found
 
-    def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[TaskRun], **options: Any) -> float:
+    def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[ActiveTask], **options: Any) -> float:
         """Return how much faster, as a share, a plan made with other factors would be than the current one.
 
         Both are priced by the same costs, those with the factors.
@@ -325,7 +325,7 @@ class Planner:
         turns = TurnTimes(known, width, recomputes=self.args.uses_checkpointing)
         return replace(prices, turns=turns, turns_factor=learnt.communication)
 
-    def load_of(self, run: TaskRun, *, in_chains: bool = True) -> TaskLoad:
+    def load_of(self, run: ActiveTask, *, in_chains: bool = True) -> TaskLoad:
         """Return what a task brings into a step of all replicas.
 
         Args:
@@ -474,7 +474,7 @@ class Planner:
 
 
 def is_drained(
-    args: MultiTaskTrainingArguments, target: Target, runs: Sequence[TaskRun], loads: Sequence[TaskLoad]
+    args: MultiTaskTrainingArguments, target: Target, runs: Sequence[ActiveTask], loads: Sequence[TaskLoad]
 ) -> bool:
     """Return whether plans should be compared by steps that end in a flush of the pipeline.
 
@@ -495,7 +495,7 @@ def is_drained(
 
 
 def _run_notes(
-    outcome: Outcome, runs: Sequence[TaskRun], target: Target, args: MultiTaskTrainingArguments
+    outcome: Outcome, runs: Sequence[ActiveTask], target: Target, args: MultiTaskTrainingArguments
 ) -> list[str]:
     """Return remarks on bounds, on the path that adapters take, on rows, and on CUDA graphs."""
     notes, asked = [], args.pass_tokens(target.device_type)

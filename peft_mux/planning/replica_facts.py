@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.families import family_of
@@ -41,7 +41,7 @@ class LayerProfile(NamedTuple):
     max_tokens: str | None = None
 
 
-def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None = None) -> ReplicaFacts:
+def run_facts(planner: Planner, runs: Sequence[ActiveTask], cluster: Cluster | None = None) -> ReplicaFacts:
     """Return what the costs of a replica depend on.
 
     Args:
@@ -103,7 +103,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
     )
 
 
-def run_time_model(planner: Planner, runs: Sequence[TaskRun], layout: ParallelLayout) -> ReplicaTimeModel:
+def run_time_model(planner: Planner, runs: Sequence[ActiveTask], layout: ParallelLayout) -> ReplicaTimeModel:
     """Return the time model of a run's replicas, for `DispatchedShares`; configurations that hold nothing are left out.
 
     Raises:
@@ -112,7 +112,9 @@ def run_time_model(planner: Planner, runs: Sequence[TaskRun], layout: ParallelLa
     return time_model_of(run_facts(planner, runs), tuple(dict.fromkeys(layout.replicas)), runs)
 
 
-def time_model_of(facts: ReplicaFacts, configs: Sequence[ParallelConfig], runs: Sequence[TaskRun]) -> ReplicaTimeModel:
+def time_model_of(
+    facts: ReplicaFacts, configs: Sequence[ParallelConfig], runs: Sequence[ActiveTask]
+) -> ReplicaTimeModel:
     """Return the time model of these configurations; those that hold nothing are left out.
 
     Raises:
@@ -151,7 +153,7 @@ def measured_time_model(
         raise ConfigError(f"layer profile {where}: {error}") from error
 
 
-def supported_configs(planner: Planner, runs: Sequence[TaskRun]) -> Callable[[ParallelConfig], bool]:
+def supported_configs(planner: Planner, runs: Sequence[ActiveTask]) -> Callable[[ParallelConfig], bool]:
     """Return a function that says whether the engine can cut the backbone and these tasks' adapters so."""
     model = planner.model
     adapters = [model.peft_config[model.adapter_of(run.name)] for run in runs]

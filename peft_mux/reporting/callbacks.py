@@ -19,7 +19,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.reporting.trackers import NamedLogs, TaskTrackers, disable_key_rewriting
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, hears
@@ -94,7 +94,7 @@ class RunCallbacks:
         with disable_key_rewriting():
             self.call("on_log", NamedLogs(logs))
 
-    def begin_training(self, runs: Iterable[TaskRun]) -> None:
+    def begin_training(self, runs: Iterable[ActiveTask]) -> None:
         """Forget what earlier trainings reported: running tasks take their first step, and follow their first plan."""
         self._waiting.clear()
         self._begun, self._paused, self._reported_plan = set(), set(), None
@@ -103,7 +103,7 @@ class RunCallbacks:
         # Tasks that were paused before are not reported.
         self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
 
-    def note_event(self, event: str, run: TaskRun, folder: Path | None = None) -> None:
+    def note_event(self, event: str, run: ActiveTask, folder: Path | None = None) -> None:
         """Collect an event of a task; `folder` holds its present adapter, `None` if there is none."""
         if event == "on_task_register":
             self._begun.discard(run.name)
@@ -111,7 +111,7 @@ class RunCallbacks:
         facts = {"task": run.name, "task_state": run.state, "status": run.status, "reason": run.reason}
         self._waiting.append((event, {**facts, "adapter_folder": folder}))
 
-    def note_status(self, run: TaskRun, folder: Path | None) -> None:
+    def note_status(self, run: ActiveTask, folder: Path | None) -> None:
         """Collect the events that follow from the present status of a task."""
         if run.status is TaskStatus.PAUSED:
             self._paused.add(run.name)
@@ -170,7 +170,7 @@ class TaskCallbacks:
         trackers: the runs of the task in loggers, which are called after its callbacks.
     """
 
-    def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
+    def __init__(self, run: ActiveTask, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
         self.run, self.args = run, args
         self.control = TrainerControl()
         self.listener: Listener = ignore_timing

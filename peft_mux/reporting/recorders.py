@@ -59,7 +59,7 @@ class RunTimes:
     # ------------------------------------------------------------------ tasks
 
     def begin(self, tasks: Iterable[Any]) -> None:
-        """Count the seconds of tasks (`TaskRun`) from here on."""
+        """Count the seconds of tasks (`ActiveTask`) from here on."""
         tasks = tuple(tasks)
         self._last_s = self._clock()
         self._steps = {task.name: task.step for task in tasks}

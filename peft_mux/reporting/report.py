@@ -18,7 +18,7 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import installed_version, printable
 from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.modeling.backbone.liger import is_fused
@@ -42,7 +42,7 @@ def banner_lines(
     args: MultiTaskTrainingArguments,
     model: MultiTaskPeftModel,
     source: BackboneSource,
-    runs: Sequence[TaskRun],
+    runs: Sequence[ActiveTask],
     plan: Plan,
     *,
     attention: str,
@@ -205,7 +205,7 @@ class ReportRow(NamedTuple):
     time_share: float | None = None
 
 
-def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskStatus | None = None) -> ReportRow:
+def report_row(run: ActiveTask, place: Path | None, seconds: float, status: TaskStatus | None = None) -> ReportRow:
     """Return the row of a task, without its share of the time, which is known when all rows are.
 
     Args:

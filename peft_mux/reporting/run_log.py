@@ -22,7 +22,7 @@ from transformers import TrainerState
 
 from peft_mux.data.tokenize import ROW_COUNTS, DataReport
 from peft_mux.engine.allocator import peak_bytes
-from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
+from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable
 from peft_mux.modeling.router_loss import STATISTIC
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.metrics_file import MetricsLog
@@ -133,7 +133,7 @@ class RunLog:
         self.times.advance(self.table)
         self.progress.advance(self.table)
 
-    def note_removed(self, run: TaskRun, place: Path | None) -> None:
+    def note_removed(self, run: ActiveTask, place: Path | None) -> None:
         """Keep a line for the report of a task that leaves.
 
         Args:
@@ -157,7 +157,11 @@ class RunLog:
             self.progress.log(line)
 
     def numbers(
-        self, run: TaskRun, event: str, values: Mapping[str, float], times: Mapping[str, float] = MappingProxyType({})
+        self,
+        run: ActiveTask,
+        event: str,
+        values: Mapping[str, float],
+        times: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks.
 
@@ -169,7 +173,7 @@ class RunLog:
         self.metrics.write({**record, **entry})
         self.callbacks[run.name].call("on_log", logs={**values, **times})
 
-    def losses(self, runs: Iterable[TaskRun] | None = None) -> None:
+    def losses(self, runs: Iterable[ActiveTask] | None = None) -> None:
         """Log the mean loss of tasks (by default all) since their last log, and the speed and memory of the run."""
         logs: dict[str, float] = {}
         losses: dict[str, float] = {}
@@ -213,7 +217,7 @@ class RunLog:
         # Once for all tasks, so that integrations get one record per step.
         self._emit(logs)
 
-    def evaluation(self, run: TaskRun, metrics: dict[str, float], times: Mapping[str, float]) -> dict[str, float]:
+    def evaluation(self, run: ActiveTask, metrics: dict[str, float], times: Mapping[str, float]) -> dict[str, float]:
         """Log what an evaluation found, and its `times` for callbacks alone; return metrics by `task/metric` keys."""
         self.numbers(run, "eval", metrics, times)
         logs = _prefixed(run.name, metrics)
@@ -223,7 +227,7 @@ class RunLog:
         self._emit(logs | _prefixed(run.name, times))
         return logs
 
-    def status(self, run: TaskRun) -> None:
+    def status(self, run: ActiveTask) -> None:
         """Log the status that a task has now."""
         self.event("status", task=run.name, step=run.step, status=run.status.value, reason=run.reason)
         say = self.warn if run.status is TaskStatus.FAILED else self.say
@@ -248,7 +252,7 @@ class RunLog:
 
     # ------------------------------------------------------------------ rows that are cut or left out
 
-    def begin_rows(self, *runs: TaskRun) -> None:
+    def begin_rows(self, *runs: ActiveTask) -> None:
         """Record and print what starting tasks train on, and which rows were cut or left out; sums for many tasks."""
         reports, lines, trained = [], [], []
         for run in runs:
@@ -287,7 +291,7 @@ class RunLog:
         for line in told + remarks + lines:
             self.say(line)
 
-    def step_rows(self, runs: Iterable[TaskRun]) -> None:
+    def step_rows(self, runs: Iterable[ActiveTask]) -> None:
         """Warn of each stream that has left out or cut its first row."""
         for run in runs:
             if run.loader.steps_per_epoch is None and run.loader not in self._warned_rows and run.loader.report.remarks:
@@ -295,7 +299,7 @@ class RunLog:
                 self._write_rows(run, "train_dataset", run.loader.report)
                 self.warn(run.loader.report.warning)
 
-    def end_rows(self, runs: Iterable[TaskRun]) -> None:
+    def end_rows(self, runs: Iterable[ActiveTask]) -> None:
         """Record and print how many rows of streams were cut or left out by now."""
         for run in runs:
             if run.loader.steps_per_epoch is None:
@@ -303,7 +307,7 @@ class RunLog:
                 for remark in run.loader.report.remarks:
                     self.say(remark)
 
-    def _write_rows(self, run: TaskRun, split: str, report: DataReport) -> None:
+    def _write_rows(self, run: ActiveTask, split: str, report: DataReport) -> None:
         numbers = asdict(report)
         del numbers["where"]
         view = view_of(run, with_curves=False)
@@ -311,7 +315,7 @@ class RunLog:
         self.event("data", task=run.name, split=split, **{**numbers, **facts})
 
 
-def _line_of(run: TaskRun, values: Mapping[str, float]) -> str:
+def _line_of(run: ActiveTask, values: Mapping[str, float]) -> str:
     # The step of the task, by which logs and evaluations are due.
     return "  ".join((f"{run.name} step {run.step}", *(f"{name} {value:.4f}" for name, value in values.items())))
 

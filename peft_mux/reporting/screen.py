@@ -29,7 +29,7 @@ from peft_mux.reporting.views import (
 if TYPE_CHECKING:
     import torch
 
-    from peft_mux.engine.tasks.task_run import TaskRun
+    from peft_mux.engine.tasks.active_task import ActiveTask
 
 _FRAMES_PER_S = 4
 _LEAST_GAP_S = 0.5
@@ -62,12 +62,12 @@ class Progress:
         """Characters of a line of the terminal; in a file or a pipe lines are not broken."""
         return window_width()
 
-    def start(self, tasks: Iterable[TaskRun]) -> None:
+    def start(self, tasks: Iterable[ActiveTask]) -> None:
         """Begin to show tasks."""
         if self.watch is not None:
             self.watch.start(tasks)
 
-    def advance(self, tasks: Iterable[TaskRun]) -> None:
+    def advance(self, tasks: Iterable[ActiveTask]) -> None:
         """Show where the tasks are after a step."""
         if self.watch is not None:
             self.watch.advance(tasks)
@@ -118,7 +118,7 @@ class LiveProgress(Progress):
         """Characters of a line of the window, as it is now."""
         return self.console.size.width
 
-    def start(self, tasks: Iterable[TaskRun]) -> None:
+    def start(self, tasks: Iterable[ActiveTask]) -> None:
         """Show every task."""
         super().start(tasks)
         self._live.start()
@@ -171,12 +171,12 @@ class NotebookProgress(Progress):
         """Characters of a line below the table."""
         return 110
 
-    def start(self, tasks: Iterable[TaskRun]) -> None:
+    def start(self, tasks: Iterable[ActiveTask]) -> None:
         """Begin an output in the cell that runs."""
         super().start(tasks)
         self._update(begins=True)
 
-    def advance(self, tasks: Iterable[TaskRun]) -> None:
+    def advance(self, tasks: Iterable[ActiveTask]) -> None:
         """Show where the tasks are, unless they were shown a moment ago."""
         super().advance(tasks)
         began = time.perf_counter()

@@ -30,7 +30,7 @@ from transformers.utils.generic import flatten_dict
 
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
 
@@ -86,7 +86,7 @@ class TaskTrackers:
         listener: called with the seconds that the loggers took.
     """
 
-    def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments) -> None:
+    def __init__(self, run: ActiveTask, args: MultiTaskTrainingArguments) -> None:
         self.listener: Listener = ignore_timing
         self._run, self._args = run, copy.copy(args)
         root = Path(str(args.output_dir))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from peft_mux.reporting.recorders import RunTimes
 
 if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
-    from peft_mux.engine.tasks.task_run import TaskRun
+    from peft_mux.engine.tasks.active_task import ActiveTask
 
 Curve = tuple[tuple[int, float], ...]
 """Points of a curve: step of the task, and value."""
@@ -271,7 +271,7 @@ def interrupted(view: RunView) -> RunView:
     return replace(view, tasks=tasks, is_interrupted=True)
 
 
-def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
+def view_of(task: ActiveTask, *, with_curves: bool = True) -> TaskView:
     """Return what a task shows by itself, whether or not it trains: its last loss instead of a mean, and no rates."""
     history = task.state.log_history
     # Of a task that is never evaluated, each frame of the live table would search the whole history.
@@ -329,7 +329,7 @@ class _Watched:
     num_losses: int = 0
     samples: deque[_Sample] = field(default_factory=deque)
 
-    def observe(self, now_s: float, task: TaskRun) -> None:
+    def observe(self, now_s: float, task: ActiveTask) -> None:
         """Take the present state of the task into account."""
         if task.step > self.step and math.isfinite(task.last_loss):
             self.num_losses += 1
@@ -344,7 +344,7 @@ class _Watched:
         while len(self.samples) > 2 and now_s - self.samples[1].seconds > _WINDOW_S:
             self.samples.popleft()
 
-    def view(self, now_s: float, task: TaskRun, share: float | None, *, with_curves: bool) -> TaskView:
+    def view(self, now_s: float, task: ActiveTask, share: float | None, *, with_curves: bool) -> TaskView:
         """Return what is shown of the task now."""
         view, trend = view_of(task, with_curves=with_curves), ""
         # Divided by the sum of the weights so far, because the mean starts at 0.
@@ -376,7 +376,7 @@ class RunWatch:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory, self._clock = memory, clock
-        self._tasks: tuple[TaskRun, ...] = ()
+        self._tasks: tuple[ActiveTask, ...] = ()
         self._watched: dict[str, _Watched] = {}
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         self._began_s = self._now_s = clock()
@@ -384,7 +384,7 @@ class RunWatch:
         self._times = RunTimes(clock)
         self._lock = threading.Lock()
 
-    def start(self, tasks: Iterable[TaskRun]) -> None:
+    def start(self, tasks: Iterable[ActiveTask]) -> None:
         """Begin to count time."""
         tasks = tuple(tasks)
         with self._lock:
@@ -393,7 +393,7 @@ class RunWatch:
             self._times.begin(tasks)
             self._observe(tasks)
 
-    def advance(self, tasks: Iterable[TaskRun]) -> None:
+    def advance(self, tasks: Iterable[ActiveTask]) -> None:
         """Take a step of the run into account."""
         tasks = tuple(tasks)
         with self._lock:
@@ -405,7 +405,7 @@ class RunWatch:
         """Keep a line, for pages that show lines next to the table."""
         self._lines.append(line)
 
-    def _observe(self, tasks: tuple[TaskRun, ...]) -> None:
+    def _observe(self, tasks: tuple[ActiveTask, ...]) -> None:
         self._now_s, self._tasks = self._clock(), tasks
         self._watched = {task.name: self._watched.get(task.name) or _Watched(task.step) for task in tasks}
         for task in tasks:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PredictionOutput, speed_metrics
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, prefix_trie
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
 from peft_mux.modeling.generation.decoding import generate
 from peft_mux.modeling.generation.options import GenerationRequest, mean_metric
@@ -74,7 +74,7 @@ def merged(found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
 
 
 def held_out_batches(
-    run: TaskRun, dataset: Any, limit: int, totals: Mapping[str, float] | None = None, *, is_as_trained: bool = False
+    run: ActiveTask, dataset: Any, limit: int, totals: Mapping[str, float] | None = None, *, is_as_trained: bool = False
 ) -> Iterator[TaskBatch]:
     """Yield held-out rows of a task in order, in batches of at most `limit` tokens, or of one row.
 
@@ -326,7 +326,7 @@ class TaskEvaluator:
             broken |= {name: error or broken.get(name, "") for name, error in own.items()}
         return broken
 
-    def evaluate(self, run: TaskRun, completions: Sequence[str] | None) -> dict[str, float]:
+    def evaluate(self, run: ActiveTask, completions: Sequence[str] | None) -> dict[str, float]:
         """Evaluate a running task, log the metrics, and stop the task if its early stopping says so.
 
         Exceptions of a task's own functions (`compute_metrics`, metrics of `eval_generate`) fail only that task.
@@ -395,7 +395,7 @@ class TaskEvaluator:
     # ------------------------------------------------------------------ metrics
 
     def metrics(
-        self, run: TaskRun, completions: Sequence[str] | None, rows: Mapping[str, Any] | None = None
+        self, run: ActiveTask, completions: Sequence[str] | None, rows: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
         """Return a task's metrics and change nothing; exceptions of its own functions are raised unchanged.
 
@@ -415,7 +415,7 @@ class TaskEvaluator:
         found = _of_user_code(lambda: [self._timed(run, data, prefix, completions)[0] for prefix, data in parts])
         return {key: value for part in found for key, value in part.items()}
 
-    def predict(self, run: TaskRun, data: Any, prefix: str) -> PredictionOutput:
+    def predict(self, run: ActiveTask, data: Any, prefix: str) -> PredictionOutput:
         """Return predictions and labels of tokenised rows, with their metrics and times; as `metrics` otherwise."""
         started = time.time()
         found, num_batches = _of_user_code(lambda: self._evaluate_rows(run, data, prefix, collects=True))
@@ -424,7 +424,7 @@ class TaskEvaluator:
 
     def _timed(
         self,
-        run: TaskRun,
+        run: ActiveTask,
         data: Any,
         prefix: str,
         completions: Sequence[str] | None,
@@ -439,7 +439,7 @@ class TaskEvaluator:
         return metrics, speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
 
     def _evaluate_rows(
-        self, run: TaskRun, data: Any, prefix: str, listener: Listener = ignore_timing, *, collects: bool = False
+        self, run: ActiveTask, data: Any, prefix: str, listener: Listener = ignore_timing, *, collects: bool = False
     ) -> tuple[PredictionOutput, int]:
         """Return the metrics of a task, each under a key that begins with `prefix`; every process calls this.
 
@@ -477,7 +477,7 @@ class TaskEvaluator:
             listener(run.name, "compute_metrics", max(seconds for _, _, seconds in gathered))
         return agreed, num_batches
 
-    def _loss_metrics(self, run: TaskRun, dataset: Any) -> tuple[dict[str, float], str | None, int]:
+    def _loss_metrics(self, run: ActiveTask, dataset: Any) -> tuple[dict[str, float], str | None, int]:
         """Return the metrics of the objective from its mean loss over all rows, its failure, number of batches."""
         objectives, max_tokens = self._placement.model.objectives, self._plans.max_tokens
         objective, totals = objectives.of(run.name), None
@@ -504,7 +504,7 @@ class TaskEvaluator:
         statistics = dict(zip(objectives.statistic_names(run.name), means, strict=True))
         return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None), len(losses)
 
-    def generate(self, runs: Sequence[TaskRun]) -> dict[str, list[str]]:
+    def generate(self, runs: Sequence[ActiveTask]) -> dict[str, list[str]]:
         """Return the completions of held-out prompts of each task that has `eval_generate`, by name.
 
         Tasks share batches, so it is called once for all tasks that are about to be evaluated. With several processes
@@ -534,7 +534,7 @@ class TaskEvaluator:
         completions = iter(merged(self._of_replicas(own_texts)).values())
         return {run.name: [next(completions) for _ in run.eval_prompts] for run in runs}
 
-    def _answer_metrics(self, run: TaskRun, completions: Sequence[str], listener: Listener) -> dict[str, float]:
+    def _answer_metrics(self, run: ActiveTask, completions: Sequence[str], listener: Listener) -> dict[str, float]:
         """Return the metrics of a task's completions under keys that begin with `eval_`; every process calls this."""
         references = [row.reference for row in run.eval_prompts]
         metrics: dict[str, float] = {}

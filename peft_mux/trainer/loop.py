@@ -28,12 +28,10 @@ from peft_mux.checkpoint.records import task_settings
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
 from peft_mux.engine.executor import first_line, is_out_of_memory
-from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.tasks.task_run import TaskRun, UpdateOutcome, run_interval
+from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import ForcedInterrupt, MemoryBudgetError
 from peft_mux.reporting.callbacks import hears_steps
-from peft_mux.scheduler.pipeline.simulator import MOST_STEPS
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.control import Control
 from peft_mux.trainer.evaluation import TaskEvaluator
@@ -217,7 +215,6 @@ class TrainingLoop:
         if len(works) == 1:  # the rows of the next step could not be read
             self.train_step(works[0])
             return
-        assert isinstance(executor, PipelineExecutor), "others take one step at a time"
         outcomes: list[dict[str, UpdateOutcome]] = [{} for _ in works]
         stopped: set[str] = set()
 
@@ -321,7 +318,7 @@ class TrainingLoop:
     def num_steps_in_window(self) -> int:
         """Return how many steps are taken before all processes look at the run again, the same number on all."""
         run, executor = self._run, self._placement.executor
-        if run.args.pipeline_flush != "auto" or not isinstance(executor, PipelineExecutor):
+        if run.args.pipeline_flush != "auto" or executor.most_steps == 1:
             return 1
         # Elsewhere gradients are summed over processes. Decided by the layout, which all processes know: unequal
         # replicas would not all take part in the exchange.
@@ -334,7 +331,8 @@ class TrainingLoop:
         is_asked = control.should_log or control.should_evaluate or control.should_save
         num_steps = 1
         if not (has_streams or is_asked or any(map(hears_steps, callbacks))):
-            num_steps = steps_until_due(tasks, run.args, run.state.global_step, last_step_s=self._agreement.slowest_s)
+            num_due = steps_until_due(tasks, run.args, run.state.global_step, last_step_s=self._agreement.slowest_s)
+            num_steps = min(num_due, executor.most_steps)
         # Callbacks may differ between processes, and ask for different things.
         num_steps = min(one[0] for one in run.processes.exchange([num_steps]))
         return num_steps if num_steps > 1 and executor.gains_by_windows([own.name for own in tasks]) else 1
@@ -422,7 +420,7 @@ LONGEST_WINDOW_S = 10.0
 
 
 def steps_until_due(
-    runs: Sequence[TaskRun], args: MultiTaskTrainingArguments, global_step: int, *, last_step_s: float
+    runs: Sequence[ActiveTask], args: MultiTaskTrainingArguments, global_step: int, *, last_step_s: float
 ) -> int:
     """Return after how many steps something is due: a log, an evaluation, a file, the end of a task, or a check.
 
@@ -432,7 +430,7 @@ def steps_until_due(
         global_step: steps that the run has taken.
         last_step_s: seconds of the last step on the slowest process, the same on all processes; 0 if not known yet.
     """
-    found = [MOST_STEPS, int(LONGEST_WINDOW_S / last_step_s) if last_step_s > 0 else 1]
+    found = [int(LONGEST_WINDOW_S / last_step_s) if last_step_s > 0 else 1]
     if args.logging_strategy != "no" and args.logging_first_step and global_step == 0:
         found.append(1)
     intervals = []  # each with the steps that were taken so far

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from peft_mux.checkpoint.saver import describe_tasks
-from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
+from peft_mux.engine.tasks.setup import make_active_tasks, resolve_tasks
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
 from peft_mux.storage import check_task_names
 from peft_mux.task import Task, TaskStatus
@@ -316,7 +316,7 @@ class Membership:
 
         try:
             source = self._placement.source
-            runs = make_task_runs(resolved, self._run.args, source.tokenizer, source.config)
+            runs = make_active_tasks(resolved, self._run.args, source.tokenizer, source.config)
             command = self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
         except BaseException:
             free_names()
@@ -356,7 +356,7 @@ class Membership:
 
         return self.queue.give(f"{'pause' if is_paused else 'resume'} {name}", act)
 
-    def run_of(self, name: str) -> TaskRun:
+    def run_of(self, name: str) -> ActiveTask:
         """Return a task by name; a `ConfigError` with the closest one if there is none."""
         self._require_known(name, arriving=False)
         return self._run.table[name]
@@ -423,7 +423,7 @@ class Membership:
             self._plans.replan()
             self.handle_changes()
 
-    def _add(self, runs: list[TaskRun]) -> None:
+    def _add(self, runs: list[ActiveTask]) -> None:
         """Add checked tasks to the model and the table; they wait there until a plan admits them."""
         run = self._run
         for own in runs:
@@ -531,7 +531,7 @@ class Membership:
                 else:
                     self._report_ending(own)
 
-    def _fail_unsaved(self, own: TaskRun, failure: str) -> None:
+    def _fail_unsaved(self, own: ActiveTask, failure: str) -> None:
         """Mark a task as failed because its adapter could not be written, and report where its newest copy is."""
         before = f"{own.reason}; " if own.status is TaskStatus.FAILED else ""
         folder = self._run.saver.folder
@@ -542,7 +542,7 @@ class Membership:
         self._num_states_at_last_try = self._run.saver.num_states
         own.reported = own.status
 
-    def _report_ending(self, own: TaskRun) -> None:
+    def _report_ending(self, own: ActiveTask) -> None:
         self._run.log.status(own)
         own.reported = own.status
         self._run.callbacks.note_status(own, self._run.saver.place(own))

@@ -23,7 +23,7 @@ from peft_mux.checkpoint.run_folder import (
 from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
 from peft_mux.engine.agreement import require_consistent
 from peft_mux.engine.layout import AUTO, ParallelLayout
-from peft_mux.engine.tasks.task_run import BestMetric, LossMean, new_state, run_interval
+from peft_mux.engine.tasks.active_task import BestMetric, LossMean, new_state, run_interval
 from peft_mux.errors import (
     CheckpointError,
     ConfigError,

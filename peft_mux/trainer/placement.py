@@ -19,10 +19,10 @@ from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import ModelPart, ParallelModel, begin_from_adapters, register_tasks
+from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.setup import decide_sharing
 from peft_mux.engine.tasks.sharding import OptimizerShards
-from peft_mux.engine.tasks.task_run import ResolvedTask, TaskRun
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
@@ -124,7 +124,7 @@ class Placement:
         self.source.check(tasks, against=self.outline)
         self.part.check(tasks, self.outline.backbone)
 
-    def register(self, runs: Sequence[TaskRun]) -> None:
+    def register(self, runs: Sequence[ActiveTask]) -> None:
         """Add tasks to the model and to its outline; neither the backbone nor any other task is touched (M §3.2).
 
         Raises:
@@ -148,43 +148,43 @@ class Placement:
             if self.outline is not self.model:
                 self.outline.remove_tasks([name])
 
-    def start(self, run: TaskRun) -> None:
+    def start(self, task: ActiveTask) -> None:
         """Give a task its optimizer and callbacks, and let it take steps."""
-        self.make_optimizer(run)
-        run.status, run.reason = TaskStatus.RUNNING, ""
-        mark_main_process(run.state, self._run.args)
-        own_args = task_arguments(run.hyper, self._run.args)
-        callbacks = TaskCallbacks(run, own_args, self.model, self.source.tokenizer)
-        self._run.log.add_callbacks(run.name, callbacks)
+        self.make_optimizer(task)
+        task.status, task.reason = TaskStatus.RUNNING, ""
+        mark_main_process(task.state, self._run.args)
+        own_args = task_arguments(task.hyper, self._run.args)
+        callbacks = TaskCallbacks(task, own_args, self.model, self.source.tokenizer)
+        self._run.log.add_callbacks(task.name, callbacks)
         # Before training, `Opening` calls it for all tasks; this one comes later.
         if self._run.is_in_train:
-            self._run.log.begin_rows(run)
+            self._run.log.begin_rows(task)
             callbacks.call("on_train_begin")
 
-    def make_optimizer(self, run: TaskRun) -> None:
+    def make_optimizer(self, task: ActiveTask) -> None:
         """Give a task its optimizer, and the copy of its weights to which it falls back if a step is not finite."""
-        parameters, slab = self.model.task_parameters(run.name), self.model.registry.slab_of(run.name)
-        before, run.optimizer = run.optimizer, None
+        parameters, slab = self.model.task_parameters(task.name), self.model.registry.slab_of(task.name)
+        before, task.optimizer = task.optimizer, None
         keeper = 0
         if self.shards is not None:
             keeper = self.shards.choose_keeper() if before is None else before.keeper
-        run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self._run.args, slab)
-        run.optimizer.keeper = keeper
-        run.optimizer.steps_here = self.shards is None or keeper == self._run.processes.rank
-        run.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
+        task.optimizer = TaskOptimizer(task.name, parameters, task.hyper, task.num_steps, self._run.args, slab)
+        task.optimizer.keeper = keeper
+        task.optimizer.steps_here = self.shards is None or keeper == self._run.processes.rank
+        task.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
 
-    def _gather_state(self, run: TaskRun, *, only_weights: bool = False) -> TaskState | None:
+    def _gather_state(self, task: ActiveTask, *, only_weights: bool = False) -> TaskState | None:
         """Return a task's state, assembled from the parts of the first replica; `None` except on the first process."""
         if self.shards is not None:
-            keeper = 0 if only_weights or run.optimizer is None else run.optimizer.keeper
-            own = partial(take_snapshot, run, self.model, only_weights=only_weights)
+            keeper = 0 if only_weights or task.optimizer is None else task.optimizer.keeper
+            own = partial(take_snapshot, task, self.model, only_weights=only_weights)
             return take_from(self._run.processes, keeper, own)
         # Replicas hold equal adapters after every step, so one of them is enough.
         if self.part.place.replica > 0:
             return None
         state, pieces = (
-            take_snapshot(run, self.model, only_weights=only_weights),
-            self.model.registry.pieces_of(run.name),
+            take_snapshot(task, self.model, only_weights=only_weights),
+            self.model.registry.pieces_of(task.name),
         )
         return gather_task(self._run.processes, self._run.layout, pieces, state)
 

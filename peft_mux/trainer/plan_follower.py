@@ -12,7 +12,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatch import BatchRows, DispatchClock, DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.steps import BatchesAhead, StepSource
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PeftMuxError
 from peft_mux.planning.loads import part_of
@@ -142,7 +142,7 @@ class PlanFollower:
         running = [run.name for run in self._run.table.running]
         return self.planner.plan(self._run.table.plannable, running=running, **pipeline)
 
-    def alone_s(self, runs: Sequence[TaskRun], **pipeline: Any) -> dict[str, float]:
+    def alone_s(self, runs: Sequence[ActiveTask], **pipeline: Any) -> dict[str, float]:
         """Return the predicted seconds of a step of each task if it trained alone; none if that is not known.
 
         Args:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import TrainOutput
 
 from peft_mux.checkpoint.saver import environment_of, task_config
 from peft_mux.engine.allocator import peak_bytes
-from peft_mux.engine.tasks.task_run import run_interval
+from peft_mux.engine.tasks.active_task import run_interval
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page import page_html, plot_losses

@@ -16,7 +16,7 @@ from peft_mux.checkpoint.saver import Saver
 from peft_mux.checkpoint.upload import FolderUpload
 from peft_mux.engine.layout import ParallelLayout, layout_of
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
+from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.callbacks import RunCallbacks
 from peft_mux.reporting.page import draw_losses
@@ -118,7 +118,7 @@ def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> 
     state.is_local_process_zero = args.local_process_index == 0
 
 
-def write_task_files(run: Run, own: TaskRun, folder: Path | None = None) -> None:
+def write_task_files(run: Run, own: ActiveTask, folder: Path | None = None) -> None:
     """Write the extra files of a task's saved adapter (model card, plot, tokenizer); failures are logged, not raised.
 
     Args:

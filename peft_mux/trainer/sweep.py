@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError, Fault, PeftMuxError, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import adapter_names
 from peft_mux.reporting.views import Curve, curve_of, number_text, settings_text
@@ -274,7 +274,7 @@ class Referee(TrainerCallback):
                 length = {"num_steps"} if settings.keys() & {"max_steps", "num_train_epochs"} else set()
                 run.swept, run.swept_as = frozenset({*settings, *length}), settings_text(settings)
 
-    def _runs(self, contest: Contest) -> list[TaskRun]:
+    def _runs(self, contest: Contest) -> list[ActiveTask]:
         # A task may have been removed meanwhile.
         return [self.trainer.table[name] for name in contest.members if name in self.trainer.table]
 
@@ -313,7 +313,7 @@ class Referee(TrainerCallback):
         line = ", ".join(f"{name} {values[name]:.4f}" for name in left[:8])
         self.trainer.log_line(f"sweep {contest.name}: {len(left)} of {len(here)} continue: {line}")
 
-    def _value(self, run: TaskRun, step: int) -> float | None:
+    def _value(self, run: ActiveTask, step: int) -> float | None:
         """Return the metric of a task at one of its steps; `None` if it was not evaluated there."""
         entries: list[Mapping[str, Any]] = [entry for entry in run.state.log_history if entry.get("step") == step]
         if points := curve_of(entries, self.metric):

@@ -46,8 +46,8 @@ from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.tasks.setup import make_task_runs, read_held_out, resolve_tasks
-from peft_mux.engine.tasks.task_run import TaskTable
+from peft_mux.engine.tasks.active_task import TaskTable
+from peft_mux.engine.tasks.setup import make_active_tasks, read_held_out, resolve_tasks
 from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_faults
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
@@ -171,7 +171,7 @@ class MultiTaskTrainer(Trainer):
         check_launch(run_args)
         check_evaluation(run_args, given)
         check_callbacks(callbacks or ())
-        self.table = TaskTable(make_task_runs(resolved, run_args, source.tokenizer, source.config))
+        self.table = TaskTable(make_active_tasks(resolved, run_args, source.tokenizer, source.config))
         described = source.describe([run.resolved for run in self.table])
         with trainer_constructor(run_args, output_folder(run_args)):
             super().__init__(

@@ -30,7 +30,7 @@ from benchmarks.gpu.checks import updates
 from benchmarks.gpu.checks.small import small_workload
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.training.workloads import make_workload
-from peft_mux.engine.tasks.task_run import TaskTable
+from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from peft_mux import storage
 from peft_mux.data.dataset import TaskLoader
 from peft_mux.data.task_batch import TaskBatch
+from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
-from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.errors import CheckpointError
 from peft_mux.kernels.lora.reference import LinearSlice
 from peft_mux.modeling.adapters import files as adapters

@@ -21,9 +21,9 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
+from peft_mux.engine.tasks.active_task import ActiveTask, BestMetric, TaskTable
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.setup import resolve_tasks
-from peft_mux.engine.tasks.task_run import BestMetric, TaskRun, TaskTable
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability
 from peft_mux.kernels.lora import tables as tunings
@@ -196,7 +196,7 @@ def _train(
     executor = Executor(model, bf16=case.autocast)
     if case.captured:
         executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: Graph(device))
-    table = TaskTable(_task_runs(case, model))
+    table = TaskTable(_active_tasks(case, model))
     availability.runs_kernels(model.device)  # as the packing probe does
     device.forget()  # what loading and moving did
     pass_waits: dict[str, int] = {}
@@ -226,7 +226,7 @@ def _check_gradients(model: MultiTaskPeftModel) -> None:
             assert page.values.grad.device.type == "cuda", f"gradients of {name} lie on {page.values.grad.device}"
 
 
-def _task_runs(case: Case, model: MultiTaskPeftModel) -> list[TaskRun]:
+def _active_tasks(case: Case, model: MultiTaskPeftModel) -> list[ActiveTask]:
     with tempfile.TemporaryDirectory() as folder:
         args = MultiTaskTrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
     runs = []
@@ -236,7 +236,7 @@ def _task_runs(case: Case, model: MultiTaskPeftModel) -> list[TaskRun]:
         (resolved,), slab = resolve_tasks([task], args), model.registry.slab_of(name)
         optimizer = TaskOptimizer(name, model.task_parameters(name), resolved.hyper, 5, args, slab)
         runs.append(
-            TaskRun(
+            ActiveTask(
                 resolved=resolved,
                 loader=SimpleNamespace(steps_per_epoch=10),
                 eval_data={},

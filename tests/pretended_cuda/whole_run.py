@@ -38,7 +38,7 @@ _PHASES = {
     "trainer/evaluation.py": "evaluations",
     "trainer/membership.py": "arrivals",
     "trainer/opening.py": "opening",
-    "engine/tasks/task_run.py": "updates",
+    "engine/tasks/active_task.py": "updates",
     "engine/executor.py": "passes",
 }
 """The first of these files on the way to an operator decides to which phase it belongs; backward passes have a thread

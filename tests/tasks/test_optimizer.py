@@ -18,8 +18,8 @@ from transformers import Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.arguments import PLATEAU, MultiTaskTrainingArguments, supported_optimizers, supported_schedules
+from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer
-from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
 from peft_mux.kernels import adamw as multi_adamw
 from peft_mux.kernels.adamw import PageUpdate

@@ -10,8 +10,8 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
-from peft_mux.engine.tasks.task_run import TaskTable
+from peft_mux.engine.tasks.active_task import TaskTable
+from peft_mux.engine.tasks.setup import make_active_tasks, resolve_tasks
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.screen import Progress
 from peft_mux.task import Task, TaskStatus
@@ -38,7 +38,7 @@ def make_run(folder: Path, names: Sequence[str] = ("a", "b"), **arguments: Any) 
     options = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", **arguments}
     args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, **options)
     tasks = resolve_tasks(small_tasks(*names), args)
-    table = TaskTable(make_task_runs(tasks, args, None, tiny_llama().config))
+    table = TaskTable(make_active_tasks(tasks, args, None, tiny_llama().config))
     handler = CallbackHandler([], None, None, None, None)
     run = run_module.make_run(RunCallbacks(handler, args, TrainerState(), TrainerControl()), table)
     run.log.open(run.log.metrics, Screen())

@@ -28,7 +28,7 @@ So they travel the way of backwards and forwards, and no stage waits longer for 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from zlib import crc32
@@ -36,7 +36,7 @@ from zlib import crc32
 import torch
 
 from peft_mux.data.batch import MuxBatch, is_chained
-from peft_mux.engine.executor import Executor, pass_backward, require_gradients
+from peft_mux.engine.executor import Executor, UpdateTasks, pass_backward, require_gradients
 from peft_mux.engine.fsdp import ShardedBackbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.pipeline.links import PipelineLinks
@@ -50,13 +50,10 @@ from peft_mux.errors import PlanError
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept
-from peft_mux.scheduler.pipeline.simulator import Span, build_window
+from peft_mux.scheduler.pipeline.simulator import MOST_STEPS, Span, build_window
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.subgraphs import Direction, Stretch
-
-UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
-"""Steps tasks by their losses and gradient norms in a step of the window; returns those that step no more in it."""
 
 T = TypeVar("T")
 
@@ -94,6 +91,8 @@ class PipelineExecutor(Executor):
         >>> executor = PipelineExecutor(stage, plan, processes)  # doctest: +SKIP
         >>> executor.run(work).losses  # doctest: +SKIP
     """
+
+    most_steps = MOST_STEPS
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Converts a `Task` into a `ResolvedTask` with complete settings, and into a `TaskRun` with tokenised rows.
+"""Converts a `Task` into a `ResolvedTask` with complete settings, and into a `ActiveTask` with tokenised rows.
 
 This module does not use the model.
 """
@@ -22,8 +22,8 @@ from peft_mux.data.dataset import TaskLoader, TokenizedDataset, open_rows, token
 from peft_mux.data.packing.prefixes import any_share_prefix
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import CLASS_LABELS, TokenizeOptions, own_tokenizer
+from peft_mux.engine.tasks.active_task import ActiveTask, BestMetric, ResolvedTask, new_state
 from peft_mux.engine.tasks.optimizer import check_optimizer
-from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun, new_state
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.probe import max_positions
@@ -67,9 +67,9 @@ def adapters_of(tasks: Sequence[ResolvedTask]) -> dict[str, Any]:
     }
 
 
-def make_task_runs(
+def make_active_tasks(
     tasks: Sequence[ResolvedTask], args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
-) -> list[TaskRun]:
+) -> list[ActiveTask]:
     """Return all tasks ready to start, or raise one error with the errors of all of them.
 
     Args:
@@ -85,7 +85,7 @@ def make_task_runs(
     runs, errors = [], []
     for task in tasks:
         try:
-            runs.append(make_task_run(task, args, tokenizer, config))
+            runs.append(make_active_task(task, args, tokenizer, config))
         except (DataError, ConfigError) as error:
             errors.append(error)
     if len(errors) == 1:
@@ -95,8 +95,10 @@ def make_task_runs(
     return runs
 
 
-def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> TaskRun:
-    """Return one task ready to start; see `make_task_runs`."""
+def make_active_task(
+    resolved: ResolvedTask, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
+) -> ActiveTask:
+    """Return one task ready to start; see `make_active_tasks`."""
     task, hyper = resolved.task, resolved.hyper
     kind, positions, reference_columns = kind_of(task.peft_config), max_positions(config), ()
     if not kind.has_targets and positions is not None:
@@ -158,7 +160,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
     if hyper.label_smoothing_factor and (CLASS_LABELS in first.row_values or isinstance(first.class_label, float)):
         allowed, got = "0 for rows with numbers in place of a class", f"{hyper.label_smoothing_factor:g}"
         raise ConfigError(f"tasks.{task.name}.label_smoothing_factor must be {allowed}, got {got}.")
-    return TaskRun(
+    return ActiveTask(
         resolved=replace(resolved, num_labels=num_labels),
         loader=loader,
         eval_data=eval_data,
@@ -199,7 +201,7 @@ def read_held_out(
 _SAMPLE_ROWS = 64
 
 
-def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, backbone_reason: str | None) -> None:
+def decide_sharing(runs: Iterable[ActiveTask], args: MultiTaskTrainingArguments, backbone_reason: str | None) -> None:
     """Enable prefix sharing for tasks for which it is exact, and record a remark for the others.
 
     A remark is recorded if the user has requested sharing, or if rows of the task do have a common prefix.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.task_run import TaskTable
+from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.work import StepResult
 
 

@@ -1,4 +1,4 @@
-"""`TaskRun`: one task while it trains. `TaskTable`: all tasks of a run, which step together and fail alone.
+"""`ActiveTask`: one task while it trains. `TaskTable`: all tasks of a run, which step together and fail alone.
 
 `ResolvedTask` is a `Task` with all values that follow from its own and the run's settings, computed once.
 """
@@ -196,7 +196,7 @@ class LossMean:
 
 
 @dataclass(slots=True)
-class TaskRun:
+class ActiveTask:
     """One task in a run.
 
     Attributes:
@@ -360,16 +360,16 @@ class TaskTable:
         runs: the tasks by name; a task that is registered again replaces the old one.
     """
 
-    def __init__(self, runs: Iterable[TaskRun] = ()) -> None:
+    def __init__(self, runs: Iterable[ActiveTask] = ()) -> None:
         """Start with some tasks; the first `collect` returns all of them."""
-        self.runs: dict[str, TaskRun] = {run.name: run for run in runs}
+        self.runs: dict[str, ActiveTask] = {run.name: run for run in runs}
 
-    def __iter__(self) -> Iterator[TaskRun]:
+    def __iter__(self) -> Iterator[ActiveTask]:
         """Iterate over the tasks."""
         # Over a copy, because other threads may iterate while the training thread adds tasks.
         return iter(list(self.runs.values()))
 
-    def __getitem__(self, name: str) -> TaskRun:
+    def __getitem__(self, name: str) -> ActiveTask:
         """Return a task by name."""
         return self.runs[name]
 
@@ -378,12 +378,12 @@ class TaskTable:
         return name in self.runs
 
     @property
-    def running(self) -> list[TaskRun]:
+    def running(self) -> list[ActiveTask]:
         """Running tasks."""
         return [run for run in self if run.status is TaskStatus.RUNNING]
 
     @property
-    def plannable(self) -> list[TaskRun]:
+    def plannable(self) -> list[ActiveTask]:
         """Tasks that are running or waiting: neither finished nor paused."""
         return [run for run in self if not run.status.is_final and run.status is not TaskStatus.PAUSED]
 
@@ -484,7 +484,7 @@ class TaskTable:
         assert run.last_good is not None, "a running task has a copy of its last good weights"
         return run.optimizer, run.last_good
 
-    def collect(self) -> list[TaskRun]:
+    def collect(self) -> list[ActiveTask]:
         """End the tasks that have taken all their steps; return tasks whose status has changed since the last call."""
         for run in self.running:
             if run.step >= run.num_steps:
@@ -507,7 +507,7 @@ def new_state(hyper: HyperParameters, args: Any, num_steps: int, steps_per_epoch
     )
 
 
-def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:
+def run_interval(interval: float, runs: Iterable[ActiveTask]) -> int:
     """Convert an interval of the run into steps, 0 for never; a fraction refers to the steps of the longest task.
 
     Args:
