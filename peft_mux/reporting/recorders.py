@@ -87,7 +87,7 @@ class RunTimes:
         return self._seconds.get(name, 0.0)
 
     def seconds_now(self, task: Any) -> float:
-        """Like `seconds`, for a task (`TaskRun`) whose last step `advance` may not have counted yet."""
+        """Like `seconds`, for a task (`ActiveTask`) whose last step `advance` may not have counted yet."""
         has_stepped = task.step > self._steps.get(task.name, 0)
         return self.seconds(task.name) + (self._clock() - self._last_s if has_stepped else 0.0)
 

@@ -236,7 +236,7 @@ class RunLog:
             self.end_of_task(run)
             self.callbacks[run.name].trackers.end()
 
-    def end_of_task(self, run: TaskRun) -> None:
+    def end_of_task(self, run: ActiveTask) -> None:
         """Give callbacks the last log of Trainer: mean loss and rates of the steps of a task in this training."""
         seconds, num_steps = self.times.seconds_now(run), run.train_loss.count
         if num_steps and run.status is not TaskStatus.FAILED:
