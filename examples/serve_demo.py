@@ -6,21 +6,25 @@ make serve-demo    # or: python examples/serve_demo.py, with the extras serve an
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 os.environ["TINKER_TELEMETRY"] = "0"
 import tinker
 from tinker import types
+from transformers import logging
 
 from peft_mux.demo.small_model import save_small_model
 from peft_mux.serve.keys import create_key
@@ -30,13 +34,20 @@ TENANTS = {"alice": (4, "cross_entropy"), "bob": (16, "importance_sampling")}
 ROUNDS = 12
 
 
+def free_port() -> int:
+    """Return a port that stays free while the server is down: the system gives those above 32767 to any connection."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 class Server:
-    """`peft-mux serve` in a process of its own."""
+    """`peft-mux serve` in a process of its own, which ends with the block."""
 
     def __init__(self, model: str, store: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._words = [sys.executable, "-m", "peft_mux", "serve", model, "--store", str(store), "--served-name", NAME]
         self.start()
@@ -47,13 +58,19 @@ class Server:
             try:
                 urllib.request.urlopen(f"{self.url}/api/v1/healthz").close()
                 return
-            except urllib.error.URLError:
+            except (OSError, http.client.HTTPException):
                 assert self._process.poll() is None, "the server has ended"
                 time.sleep(0.1)
 
     def end(self, how: int) -> None:
         self._process.send_signal(how)
         self._process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end(signal.SIGKILL if any(error) else signal.SIGTERM)
 
 
 def rows(loss: str, seed: int) -> list[types.Datum]:
@@ -89,40 +106,51 @@ def tenant(url: str, key: str, rank: int, loss: str, rounds_done: list[int]) -> 
     return [*results, drawn.sequences[0].tokens, drawn.sequences[0].logprobs]
 
 
+def in_thread(act: Any, *arguments: Any) -> Future[list[Any]]:
+    """Call a function in a thread that does not outlive this process; return its result or error."""
+    future: Future[list[Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def main(output_dir: Path) -> None:
+    logging.disable_progress_bar()
     model = str(output_dir / "backbone")
     save_small_model(model)
     stores = {how: output_dir / f"store-{how}-{time.time_ns()}" for how in ("together", "alone")}
     keys = {how: {name: create_key(store, name) for name in TENANTS} for how, store in stores.items()}
 
     print("Two tenants train together ...")
-    server, done = Server(model, stores["together"]), []
-    together: dict[str, list[Any]] = {}
-
-    def run(name: str) -> None:
-        together[name] = tenant(server.url, keys["together"][name], *TENANTS[name], done)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in TENANTS]
-    for thread in threads:
-        thread.start()
-    while len(done) < ROUNDS:
-        time.sleep(0.01)
-    server.end(signal.SIGKILL)
-    print(f"... the server is killed after {len(done)} of {2 * ROUNDS} rounds, and started again ...")
-    server.start()
-    for thread in threads:
-        thread.join()
-    server.end(signal.SIGTERM)
+    done: list[int] = []
+    with Server(model, stores["together"]) as server:
+        running = {
+            name: in_thread(tenant, server.url, keys["together"][name], *TENANTS[name], done) for name in TENANTS
+        }
+        while len(done) < ROUNDS:
+            for ended in wait(running.values(), timeout=0.01, return_when=FIRST_EXCEPTION).done:
+                ended.result()  # raises what a tenant has raised
+        server.end(signal.SIGKILL)
+        print(f"... the server is killed after {len(done)} of {2 * ROUNDS} rounds, and started again ...")
+        server.start()
+        for ended in wait(running.values(), return_when=FIRST_EXCEPTION).done:
+            ended.result()
+        together = {name: future.result() for name, future in running.items()}
 
     print("... and each of them alone, without a kill.")
-    server = Server(model, stores["alone"])
-    for name, (rank, loss) in TENANTS.items():
-        alone = tenant(server.url, keys["alone"][name], rank, loss, [])
-        first, last = alone[0]["loss:sum"], alone[3 * (ROUNDS - 1)]["loss:sum"]
-        verdict = "equal to the bit" if together[name] == alone else "DIFFERENT"
-        print(f"{name:6} rank {rank:2} {loss:20} loss {first:8.3f} -> {last:8.3f}   together = alone: {verdict}")
-        assert together[name] == alone
-    server.end(signal.SIGTERM)
+    with Server(model, stores["alone"]) as server:
+        for name, (rank, loss) in TENANTS.items():
+            alone = tenant(server.url, keys["alone"][name], rank, loss, [])
+            first, last = alone[0]["loss:sum"], alone[3 * (ROUNDS - 1)]["loss:sum"]
+            verdict = "equal to the bit" if together[name] == alone else "DIFFERENT"
+            print(f"{name:6} rank {rank:2} {loss:20} loss {first:8.3f} -> {last:8.3f}   together = alone: {verdict}")
+            assert together[name] == alone
 
 
 if __name__ == "__main__":

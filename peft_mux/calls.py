@@ -65,8 +65,9 @@ _MOST_IDLE = 8
 """Tasks without rows that `Sampling` keeps for the next weights."""
 _PIECE_TOKENS, _PASS_TOKENS = {"cpu": 1024, "gpu": 4096}, {"cpu": 2048, "gpu": 16_384}
 """Defaults. The activations of larger passes leave the caches of a CPU (docs/log.md)."""
-_WHOLE_TOKENS, _PADDING_ROW = 32, 16
-"""The tokens of a pass on a CPU are a multiple of the first number; a row of padding has at most the second one."""
+_WHOLE_TOKENS, _SAMPLED_TOKENS, _PADDING_ROW = 32, 16, 16
+"""The tokens of a pass on a CPU are a multiple of the first number, in `Sampling` of the second one. A row of padding
+has at most the third one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -518,8 +519,7 @@ class Calls:
             (stream,) = self._collator.micro_batches(batches, max_tokens=num_tokens, only=rows)
             # How a CPU rounds depends on the number of rows of a product if they are few, and is other for the last
             # elements of a tensor. With multiples of this number both are the same in any company.
-            step = max(_WHOLE_TOKENS, 4 * torch.get_num_threads())
-            missing = -stream.num_computed % step if self.model.device.type == "cpu" else 0
+            missing = -stream.num_computed % _whole_tokens(_WHOLE_TOKENS) if self.model.device.type == "cpu" else 0
             if not missing:
                 return stream
             zeros = np.split(np.zeros(missing, dtype=np.int64), range(_PADDING_ROW, missing, _PADDING_ROW))
@@ -673,13 +673,14 @@ class Sampling:
     """Completions of the base model and of frozen weights, drawn together, token by token; made by `Calls.sampling`.
 
     Rows may join and leave between two tokens, and calls may run in between. A row is drawn as alone, with its own
-    seed, from log-probabilities as of the row alone, up to rounding.
+    seed, from log-probabilities as of the row alone: on a CPU equal to the bit, otherwise up to rounding.
     """
 
     def __init__(self, model: MultiTaskPeftModel, tokenizer: Any) -> None:
         """Start without rows."""
         self._model, self._tokenizer = model, tokenizer
-        self._running = RunningRows(model, tokenizer)
+        self._multiple = _whole_tokens(_SAMPLED_TOKENS) if model.device.type == "cpu" else 1
+        self._running = RunningRows(model, tokenizer, self._multiple)
         self._numbers, self._num_added = dict[Row, tuple[int, str]](), 0
         self._ended: dict[int, Completion] = {}
         self._slots: dict[Frozen, str] = {}  # tasks that hold frozen weights, the one used last at the end
@@ -735,7 +736,7 @@ class Sampling:
         if left := [place for place, row in enumerate(rows) if self._numbers[row][0] not in numbers]:
             self._running.keep(left)
         else:
-            self._running = RunningRows(self._model, self._tokenizer)
+            self._running = RunningRows(self._model, self._tokenizer, self._multiple)
         self._numbers = {row: self._numbers[row] for row in self._running.rows}
 
     def _end(self, rows: Sequence[Row]) -> None:
@@ -765,6 +766,11 @@ class Sampling:
 
 
 # ---------------------------------------------------------------------- rows and losses
+
+
+def _whole_tokens(least: int) -> int:
+    """Return the number that divides the tokens of a pass on a CPU."""
+    return max(least, 4 * torch.get_num_threads())
 
 
 def _column_fault(where: str, num_tokens: int, columns: Mapping[str, Any]) -> Fault | None:

@@ -969,8 +969,14 @@ def serve(
             return Engine(calls, tokenizer, modules, ledger, store, settings, notify)
 
         service = Service(ledger, store, engine_of, model=model, names=names, development_key=key, on_failure=end)
+        # Clients close idle connections themselves before: a request on one that the server closes is lost.
         config = uvicorn.Config(
-            make_app(service), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5
+            make_app(service),
+            host=host,
+            port=port,
+            log_level="warning",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
         )
         servers.append(uvicorn.Server(config))
         shown_host = f"[{host}]" if ":" in host else host

@@ -249,6 +249,12 @@ def read_adam(body: Mapping[str, Any]) -> AdamSettings:
     )
 
 
+def _in_words_of_clients(reason: str, model: Model) -> str:
+    """Return a reason with the places of a request's body in place of those of `Calls`."""
+    reason = reason.replace(f"calls.{model.name}.examples", "data")
+    return reason.replace(f"tasks.{model.name}.peft_config.r", "lora_config.rank")
+
+
 class Engine:
     """Serves a base model in a thread of its own.
 
@@ -473,8 +479,7 @@ class Engine:
             else:
                 self._ACTS[request.kind](self, model, request, json.loads(request.body))
         except (ConfigError, DataError, CheckpointError) as error:
-            # What is wrong with a row is reported with its place in the call, which is in the request's data.
-            reason = str(error).replace(f"calls.{model.name}.examples", "data")
+            reason = _in_words_of_clients(str(error), model)
             self._fail(request, reason, SERVER if isinstance(error, CheckpointError) else USER)
             if request.seq == 0:
                 model.failure = model.failure or f"the model was not made: {reason}"
@@ -606,7 +611,8 @@ class Engine:
             assert request is not None
             num_tokens += request.num_tokens
             if isinstance(result, CallFailure):
-                self._fail(request, result.reason, USER if result.is_callers else SERVER)
+                reason = _in_words_of_clients(result.reason, model)
+                self._fail(request, reason, USER if result.is_callers else SERVER)
             else:
                 output = write_training_result(result.loss, result.logprobs)
                 if request.payload.backward:

@@ -84,6 +84,11 @@ def test_rows_that_join_and_leave_draw_what_they_draw_alone_while_models_train()
     (completion,) = finished(sampling).values()
     assert completion.token_ids == alone({"a": moved}, request("a", 2, 5, 13)).token_ids
     assert sum(name.startswith("frozen-") for name in calls.model.tasks) == 3
+    lone = calls.sampling()
+    for number, one in requests.items():
+        lone.add([(weights.get(one.task), one)])
+        (alone_here,) = finished(lone).values()
+        assert found[number].logprobs == alone_here.logprobs  # on a CPU to the bit
 
 
 def finished(sampling: Sampling) -> dict[int, Completion]:

@@ -60,7 +60,9 @@ class Server:
         )
         self.engine = self.service.engine
         self.app = make_app(self.service)
-        self._server = uvicorn.Server(uvicorn.Config(self.app, port=port, log_level="warning", lifespan="on"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(self.app, port=port, log_level="warning", lifespan="on", timeout_keep_alive=75)
+        )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         until = time.monotonic() + 60

@@ -70,7 +70,8 @@ def test_the_life_cycle_of_a_client(service: Any) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_the_demo_kills_its_server_and_prints_that_results_are_equal(tmp_path: Any) -> None:
-    printed = run_script(ROOT / "examples/serve_demo.py", "--output-dir", str(tmp_path))
+    printed = run_script(ROOT / "examples/serve_demo.py", "--output-dir", str(tmp_path), timeout_s=840.0)
     assert "started again" in printed
     assert printed.count("together = alone: equal to the bit") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import tarfile
@@ -13,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 
+from peft_mux import Sampling
 from peft_mux.serve import app as app_module
+from peft_mux.serve import checkpoints as checkpoints_module
 from peft_mux.serve.wire import MAX_BODY_BYTES
 from tests.serve.lab import BASE, Client, Server, body_of, rows_of, train
 
@@ -208,6 +212,7 @@ def test_a_call_that_cannot_be_served_fails_by_name_and_changes_nothing(server: 
     [
         ({"rank": 0}, {}, "lora_config.rank must be an integer from 1 to 256, got 0"),
         ({"rank": 257}, {}, "from 1 to 256, got 257"),
+        ({"rank": 256}, {}, "lora_config.rank must be at most 61, the width of the widest target, got 256"),
         ({"train_attn": False, "train_mlp": False, "train_unembed": False}, {}, "must train at least one part"),
         ({}, {"base_model": "other"}, f"base_model must be one of {BASE}, got 'other'"),
         ({}, {"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type must be adamw, got 'dimuon'"),
@@ -595,7 +600,7 @@ def test_results_are_gone_after_the_session_and_a_heartbeat_says_so(alice: Clien
 
 
 def test_a_full_disk_is_a_503_that_changes_nothing_and_work_continues_once_there_is_room(
-    tmp_path: Path, disk: Callable[[int | None], None]
+    tmp_path: Path, disk: Callable[[int | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(tmp_path)
     client = server.client()
@@ -608,6 +613,64 @@ def test_a_full_disk_is_a_503_that_changes_nothing_and_work_continues_once_there
     disk(None)
     request = client.future("forward_backward", body_of(model, 3, rows_of(1)))
     assert client.result(request).metrics
+    # A checkpoint that finds no room waits for some.
+    save_tensors = checkpoints_module.save_tensors
+
+    def full_disk(path: Path, tensors: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints_module, "save_tensors", full_disk)
+    monkeypatch.setattr(app_module, "POLL_S", 0.5)
+    saved = client.future("save_weights", {"model_id": model, "seq_id": 4, "path": "a"})
+    poll = client.post("retrieve_future", {"request_id": saved}).json()
+    assert poll["queue_state"] == "paused_capacity"
+    assert "the store cannot be written" in poll["queue_state_reason"]
+    monkeypatch.setattr(checkpoints_module, "save_tensors", save_tensors)
+    assert client.result(saved)["path"].endswith("/weights/a")
+    assert not list(tmp_path.glob("checkpoints/.*"))
+    server.close()
+
+
+def test_a_pass_without_memory_is_computed_in_smaller_ones_and_a_row_that_does_not_fit_fails_by_name(
+    tmp_path: Path, alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path)
+    client, compute, sizes = server.client(), server.engine._calls._outputs, list[int]()
+
+    def limited(batch: Any, num_models: int) -> Any:
+        sizes.append(batch.task_offsets[num_models])
+        if sizes[-1] > 40:
+            raise torch.OutOfMemoryError("no memory for this")
+        return compute(batch, num_models)
+
+    monkeypatch.setattr(server.engine._calls, "_outputs", limited)
+    model = client.model()
+    fits = client.result(client.future("forward_backward", body_of(model, 1, rows_of(0, (30, 30)))))
+    assert sizes == [60, 30, 30]
+    large = client.future("forward_backward", body_of(model, 2, rows_of(1, (20, 50))))
+    category, reason = client.result(large)
+    assert (category, "data[1]: a row of 50 tokens does not fit into memory" in reason) == ("user", True), reason
+    whole = alice.model(60)
+    expected = [alice.result(alice.future("forward_backward", body_of(whole, 1, rows_of(0, (30, 30)))))]
+    expected.append(alice.result(alice.step(whole, 2)))
+    found = [fits, client.result(client.step(model, 3))]
+    np.testing.assert_allclose(found[0].metrics["loss:sum"], expected[0].metrics["loss:sum"], rtol=1e-5)
+    np.testing.assert_allclose(*(own[1]["metrics"]["grad_norm:mean"] for own in (found, expected)), rtol=1e-5)
+    # Samples, too.
+    session = {"session_id": client.session, "sampling_session_seq_id": 1, "base_model": BASE}
+    sampler, advance = client.ok("create_sampling_session", session)["sampling_session_id"], server.engine._sampling
+
+    def limited_rows() -> Any:
+        if len(server.engine._rows) > 4:
+            raise torch.OutOfMemoryError("no memory for this")
+        return Sampling.advance(advance)
+
+    monkeypatch.setattr(advance, "advance", limited_rows)
+    requests = [client.sample(sampler, seq, samples=samples) for seq, samples in enumerate((3, 3, 8, 1))]
+    *rest, refused, last = map(client.samples, requests)
+    assert (refused[0], "does not fit into memory" in refused[1]) == ("user", True)
+    assert [len(own.sequences) for own in (*rest, last)] == [3, 3, 1]
     server.close()
 
 

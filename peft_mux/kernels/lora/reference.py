@@ -20,6 +20,9 @@ from torch.nn import functional as F
 
 from peft_mux.kernels import philox
 
+_WHOLE_ROWS = 16
+"""With multiples of this number of rows, products on CPUs round the same for each row (measured with MKL)."""
+
 
 class LoraSegment(NamedTuple):
     """Rows of one task in one layer, and how its adapter acts on them.
@@ -113,13 +116,8 @@ def all_factors(slices: Sequence[LinearSlice]) -> list[torch.Tensor]:
     return [factor for part in slices for pair in part.factors for factor in pair]
 
 
-def bundles_with_s(
-    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
-) -> Iterator[tuple[Bundle, torch.Tensor]]:
-    """Gather the adapters of each task; yield each bundle with its `S [R, rows]`, a part of `saved`.
-
-    An adapter with dropout is its own bundle, because it has its own mask.
-    """
+def _bundles(slices: Sequence[LinearSlice]) -> list[Bundle]:
+    """Gather the adapters of each task. An adapter with dropout is its own bundle, because it has its own mask."""
     shared: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
     alone: list[Bundle] = []
     number = 0
@@ -132,8 +130,15 @@ def bundles_with_s(
             else:
                 alone.append(Bundle(segment, (member,)))
             number += 1
+    return [Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone
+
+
+def bundles_with_s(
+    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
+) -> Iterator[tuple[Bundle, torch.Tensor]]:
+    """Yield the bundles of adapters, each with its `S [R, rows]`, a part of `saved`."""
     offset = 0
-    for bundle in [Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone:
+    for bundle in _bundles(slices):
         rank = sum(len(factors[2 * number]) for _, number, _ in bundle.members)
         num_rows = bundle.segment.end - bundle.segment.start
         yield bundle, saved[offset : offset + rank * num_rows].view(rank, num_rows)
@@ -182,8 +187,11 @@ def grouped_lora_slices(
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
     flat = all_factors(slices)
+    is_inference = device_type == "cpu" and not torch.is_grad_enabled()
     # The dtype is chosen here, once for forward and backward; autocast would cast each product separately.
     with torch.autocast(device_type, enabled=False):
+        if is_inference and not any(segment.dropout for part in slices for segment in part.segments):
+            return _inference(x_TD.to(dtype), slices, places)
         return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, needed, *flat)
 
 
@@ -261,6 +269,26 @@ def slices_forward(
             # Scaled and added within the product, on the task's own rows: no activation is copied.
             ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(dtype).t(), alpha=scale)
     return tuple(ys)
+
+
+def _inference(x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return each `y` on a CPU, without dropout and backward: no row depends on how many others its task has.
+
+    How products round depends on the number of rows if it is small or odd, so rows around those of a task are computed
+    with them, and left out again.
+    """
+    factors = all_factors(slices)
+    ys = slices_forward(x_TD, [part._replace(segments=(), factors=()) for part in slices], places, x_TD)
+    for bundle in _bundles(slices):
+        start, end = bundle.segment.start, bundle.segment.end
+        size = -(-(end - start) // _WHOLE_ROWS) * _WHOLE_ROWS
+        first = max(0, min(start, len(x_TD) - size))
+        around, own = slice(first, first + size), slice(start - first, end - first)
+        s_RT = bundle.joint_a(factors, x_TD.dtype) @ x_TD[around].t()
+        for (index, number, scale), s in zip(bundle.members, bundle.split(s_RT, factors), strict=True):
+            b = factors[2 * number + 1].to(x_TD.dtype)
+            ys[index][start:end] = torch.addmm(ys[index][around], s.t(), b.t(), alpha=scale)[own]
+    return ys
 
 
 def slices_backward(

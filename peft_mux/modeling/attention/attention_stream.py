@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,7 +127,7 @@ class KeyValueRows:
 
     Prompts come as one packed stream, and attend as any stream does; their keys and values are then laid out by row,
     shorter rows behind zeros. After that every pass brings one token of each row, which attends only to its own row.
-    Rows share a call but no arithmetic, so a row with NaN harms no other.
+    Rows share a call but no arithmetic, so a row with NaN harms no other. Rows of padding behind them are not kept.
 
     Args:
         lengths: how many tokens of each row come in the packed stream, in which rows follow one another.
@@ -184,12 +185,13 @@ class KeyValueRows:
             Outputs `[1, B, H, C]`.
         """
         query, *new = (x[0].transpose(0, 1) for x in qkv)
+        num_rows = len(self._first_B)
         if self._is_reading:
             self._layers[layer] = []
             for x_TGC in new:
                 num_columns = self._num_columns + _GROWTH
-                x_BLGC = x_TGC.new_zeros(len(self._first_B), num_columns, *x_TGC.shape[1:])
-                x_BLGC[self._places] = x_TGC
+                x_BLGC = x_TGC.new_zeros(num_rows, num_columns, *x_TGC.shape[1:])
+                x_BLGC[self._places] = x_TGC[: len(self._places[0])]
                 self._layers[layer].append(x_BLGC.transpose(1, 2).contiguous())
             return None
         last, kept = self._num_columns - 1, self._layers[layer]
@@ -197,18 +199,28 @@ class KeyValueRows:
             kept = [torch.cat([x, x.new_zeros(*x.shape[:2], _GROWTH, x.shape[3])], dim=2) for x in kept]
             self._layers[layer] = kept
         for x, newest_BGC in zip(kept, new, strict=True):
-            x[:, :, last] = newest_BGC
-        k_BGLC, v_BGLC = (x[:, :, : self._num_columns] for x in kept)
-        # A query comes last in its row, so what it sees is a matter of columns: all layers with one window share it.
-        window = scores.window
-        if window not in self._masks:
-            begin = 0 if window is None else max(self._num_columns - window, 0)
-            self._masks[window] = None  # each row sees all columns
-            if self._is_padded or begin > 0:
-                columns = torch.arange(self._num_columns, device=self._first_B.device)
-                self._masks[window] = (columns >= self._first_B.clamp(min=begin)[:, None])[:, None, None]
-        out = attend(query[:, :, None], k_BGLC, v_BGLC, scores._replace(is_causal=False), self._masks[window])
-        return out[:, :, 0][None]
+            x[:, :, last] = newest_BGC[:num_rows]
+        padding, query = len(query) - num_rows, query[:num_rows, :, None]
+        window, scores = scores.window, scores._replace(is_causal=False)
+        begin = 0 if window is None else max(self._num_columns - window, 0)
+        if query.device.type == "cpu":
+            # Rows of a length at a time: how a row rounds depends on the number of its keys, and on where they begin.
+            outs, start = [], 0
+            for first, own in groupby(self._first_B.tolist()):
+                rows = slice(start, start := start + len(list(own)))
+                keys, values = (x[rows, :, max(first, begin) : self._num_columns] for x in kept)
+                outs.append(attend(query[rows], keys, values, scores, None))
+            out = torch.cat(outs)
+        else:
+            k_BGLC, v_BGLC = (x[:, :, : self._num_columns] for x in kept)
+            # A query comes last in its row, so what it sees is a matter of columns: layers with one window share it.
+            if window not in self._masks:
+                self._masks[window] = None  # each row sees all columns
+                if self._is_padded or begin > 0:
+                    columns = torch.arange(self._num_columns, device=self._first_B.device)
+                    self._masks[window] = (columns >= self._first_B.clamp(min=begin)[:, None])[:, None, None]
+            out = attend(query, k_BGLC, v_BGLC, scores, self._masks[window])
+        return nn.functional.pad(out[:, :, 0], (0, 0, 0, 0, 0, padding))[None]
 
 
 # ----------------------------------------------------------------------- a pass

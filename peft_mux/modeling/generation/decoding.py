@@ -350,15 +350,17 @@ class RunningRows:
     Args:
         model: holds the tasks of the rows, whose weights stay as they are until their rows have ended.
         tokenizer: for stop strings; may be `None`.
+        multiple: the numbers of tokens and of logits of a pass are multiples of this one, by rows of padding; tasks
+            must then have no learnt prompts.
 
     Attributes:
         rows: the rows that have not ended, sorted by task.
     """
 
-    def __init__(self, model: MultiTaskPeftModel, tokenizer: Any) -> None:
+    def __init__(self, model: MultiTaskPeftModel, tokenizer: Any, multiple: int = 1) -> None:
         """Start without rows."""
         self.rows: list[Row] = []
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._multiple = model, tokenizer, multiple
         self._learnt: dict[str, tuple[int, int]] = {}
         self._passes: Passes | None = None
         self._version = -1
@@ -374,7 +376,12 @@ class RunningRows:
         kept = KeyValueRows([learnt[row.task][1] + len(row.prompt) for row in rows], device)
         model.prepare_pass(learnt)
         tokens = [[PLACEHOLDER_ID] * learnt[row.task][0] + row.prompt for row in rows]
-        batch = _stream([row.task for row in rows], tokens, [0] * len(rows)).to(device)
+        num_tokens = sum(map(len, tokens))
+        num_added = -len(rows) % self._multiple or self._multiple * (num_tokens % self._multiple > 0)
+        tokens += [[0]] * num_added
+        tokens[-1] = tokens[-1] + [0] * (-(num_tokens + num_added) % self._multiple)
+        tasks = [row.task for row in rows] + [rows[-1].task] * num_added
+        batch = _stream(tasks, tokens, [0] * len(tokens)).to(device)
         if any(num_virtual for num_virtual, _ in learnt.values()):
             batch = replace(batch, virtual_tokens=tuple(learnt[name][0] for name in batch.task_names))
         last = batch.cu_seqlens[1:].long() - 1
@@ -383,7 +390,7 @@ class RunningRows:
             # The head sees the last token of each prompt alone: logits of all of them would be the largest tensor.
             with model.stream.selected_rows(batch.sequence_offsets, batch.token_places[last], model.adapters):
                 logits_BV = head_logits(model.backbone, hidden_TD[last])
-            for row, end in zip(rows, accumulate(batch.sequence_lengths), strict=True):
+            for row, end in zip(rows, accumulate(batch.sequence_lengths)):  # noqa: B905  # padding is behind the rows
                 if row.prompt_logprobs is not None:
                     _add_prompt_logprobs(row, hidden_TD, end, batch, model)
         ended, left = self._take(rows, Draws(rows, device), logits_BV)
@@ -405,7 +412,10 @@ class RunningRows:
         model, rows = self._model, self.rows
         self._kept.next_column()
         starts = [self._learnt[row.task][1] + len(row.prompt) + len(row.tokens) - 1 for row in rows]
-        batch = _stream([row.task for row in rows], [row.tokens[-1:] for row in rows], starts).to(model.device)
+        num_added = -len(rows) % self._multiple
+        tasks, tokens = [row.task for row in rows], [row.tokens[-1:] for row in rows]
+        tasks, tokens, starts = tasks + tasks[-1:] * num_added, tokens + [[0]] * num_added, starts + [0] * num_added
+        batch = _stream(tasks, tokens, starts).to(model.device)
         if self._version != model.stream.version:  # adapters came, went or moved since the last token
             self._passes, self._version = None, model.stream.version
         # Learnt prompts are among the kept keys and values, or were embedded: no row begins in this pass.
@@ -492,14 +502,15 @@ class Draws:
         self._groups = [(numbers, _processors(rows[numbers[0]].options)) for numbers in groups.values()]
 
     def next_tokens(self, logits_BV: torch.Tensor) -> tuple[list[int], list[float], list[bool]]:
-        """Return the next token of each row, from the fp32 logits of these.
+        """Return the next token of each row, from the fp32 logits of these; those of padding may follow.
 
         Returns:
             The tokens, which mean nothing for rows whose logits are not finite; their log-probabilities under the
             model, before any processing; and whether the logits of each row are finite.
         """
         # NaN or an infinite logit makes it so; words that a model rules out (-inf) do not.
-        norms_B = torch.logsumexp(logits_BV, dim=-1)
+        norms_B = torch.logsumexp(logits_BV, dim=-1)[: len(self._rows)]
+        logits_BV = logits_BV[: len(self._rows)]
         are_finite = norms_B.isfinite().tolist()
         tokens_B = logits_BV.argmax(dim=-1)
         for numbers, processors in self._groups:
