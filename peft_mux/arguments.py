@@ -440,7 +440,7 @@ _OPTIONS = Rule(_is_options, "a dict of options, or None")
 _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
 _AUTO_PASS_TOKENS = {"cpu": 4096, "cuda": 16384}
 """More tokens in a pass take as long for each: on a GPU products are at their best rate from 4,096 on."""
-_SWITCHES = "share_prefixes use_liger_kernel"
+_SWITCHES = "share_prefixes use_liger_kernel cuda_graphs"
 _IS_FLAG = {"nargs": "?", "const": True}
 """For `HfArgumentParser`: the name of a field without a value stands for `True`, as with fields of the type bool."""
 _CHOICES: Mapping[str, Iterable[str]] = by_name(
@@ -563,8 +563,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
             keeps its last good adapter and continues; "stop" ends the run.
         raise_on_failure: whether `train()` raises a `TaskFailedError` at its end if tasks have failed.
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which saves the time that the host
-            takes to launch them. Passes that cannot be captured run eagerly, and the run says why. Refused without a
-            GPU.
+            takes to launch them. Passes that cannot be captured run eagerly, and the run says why. "auto", the default,
+            does so on one GPU for passes of at most 2,560 tokens whose shape recurs. True is refused without a GPU.
         use_liger_kernel: compute norms, rotary embeddings and gated MLPs of the backbone by Liger's fused kernels; its
             losses are not used. "auto", the default, does so on a GPU if liger-kernel is installed, each process holds
             all layers, and the results are those of the backbone's own code, which is tried before the first step;
@@ -635,7 +635,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     use_liger_kernel: bool | str = field(  # type: ignore[assignment]
         default="auto", metadata={"help": "Fused norms, RoPE and MLPs of Liger: True, False, auto.", **_IS_FLAG}
     )
-    cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs."})
+    cuda_graphs: bool | str = field(
+        default="auto", metadata={"help": "Replay passes as CUDA graphs: True, False, auto.", **_IS_FLAG}
+    )
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
     replicas: str | None = field(
@@ -792,7 +794,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
     on_cpu = args.use_cpu is True or not torch.cuda.is_available()
     if args.cuda_graphs is True and on_cpu:
-        faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
+        faults.append(Fault("args.cuda_graphs", "True", '"auto" or False', "Reason: a CPU has no CUDA graphs."))
     if args.use_liger_kernel is True and (on_cpu or importlib.util.find_spec("liger_kernel") is None):
         why = "Reason: its kernels need a GPU." if on_cpu else "Install it: pip install liger-kernel."
         faults.append(Fault("args.use_liger_kernel", "True", '"auto" or False', why))

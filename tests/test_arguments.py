@@ -167,6 +167,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "report_to": ["wanbd"],
     "replicas": [5],
     "share_prefixes": ["yes", 1, None],
+    "cuda_graphs": ["yes", 1, None],
     **{name: [0] for name in "logging_steps save_steps save_total_limit chunk_size min_chunk_size".split()},
     **{name: [0] for name in "per_device_eval_batch_size replan_steps ddp_timeout use_cache".split()},
     **{name: [-1] for name in "dataloader_prefetch_factor eval_accumulation_steps ddp_bucket_cap_mb".split()},
@@ -244,7 +245,7 @@ def test_a_script_that_parses_the_arguments_of_trainer_may_make_ours(monkeypatch
     assert schema() == before
 
 
-SWITCHES = {"share_prefixes", "use_liger_kernel", "interleaved_passes"}
+SWITCHES = {"share_prefixes", "use_liger_kernel", "cuda_graphs", "interleaved_passes"}
 
 
 @pytest.mark.parametrize(

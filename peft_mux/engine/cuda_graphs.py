@@ -42,6 +42,9 @@ from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream, StreamOrder
 MAX_PASSES = 32
 """Graphs that are kept; beyond that, those that were not used for the longest time are dropped."""
 
+AUTO_TOKENS = 2560
+"""With `cuda_graphs="auto"`, passes of more tokens run eagerly: they keep a GPU busy while the host launches them."""
+
 TOKEN_STEP = 64
 """Tokens are rounded up to a multiple of this, or of a 32nd to a 16th of them if that is more."""
 
@@ -71,6 +74,8 @@ class CapturedPasses:
         model: the model, on its device.
         precision: returns the autocast context to compute in.
         make_graph: makes an empty graph, which has the methods of `CudaGraph`; by default one of the model's device.
+        is_auto: only capture passes of at most `AUTO_TOKENS` tokens whose shape has come before, while there is room,
+            so that captures never replace one another; others run eagerly.
 
     Attributes:
         num_captures: number of passes captured so far.
@@ -80,13 +85,19 @@ class CapturedPasses:
     """
 
     def __init__(
-        self, model: MultiTaskPeftModel, precision: Precision, make_graph: Callable[[], CudaGraph] | None = None
+        self,
+        model: MultiTaskPeftModel,
+        precision: Precision,
+        make_graph: Callable[[], CudaGraph] | None = None,
+        *,
+        is_auto: bool = False,
     ) -> None:
-        self._model, self._precision = model, precision
+        self._model, self._precision, self._is_auto = model, precision, is_auto
         self._make_graph = make_graph or (self._graph_in_pool if model.device.type == "cuda" else None)
         self._pool_and_stream: tuple[Any, torch.cuda.Stream] | None = None
         self._passes: OrderedDict[tuple[Composition, Shape], CapturedPass] = OrderedDict()
         self._refused: set[Composition] = set()
+        self._seen: set[tuple[Composition, Shape]] = set()
         self._order = StreamOrder(lambda name: model.registry.slab_of(name).number, self._has_gradients)
         self._least: dict[tuple[Composition, int], Shape] = {}
         self._model_reasons: dict[tuple[int, bool], str | None] = {}
@@ -102,6 +113,8 @@ class CapturedPasses:
         Returns:
             `[N]`, the losses as `MuxOutput` has them; `None` if the pass must run eagerly, and nothing is changed.
         """
+        if self._is_auto and batch.num_tokens > AUTO_TOKENS:
+            return None
         reason = self._reason_against(batch)
         if reason is None:
             present = batch.task_names
@@ -116,6 +129,8 @@ class CapturedPasses:
                 return None
             shape = self._widened(Shape.of(batch), composition)
             key = composition, shape
+            if self._is_auto and key not in self._passes and not self._is_worth_capturing(key):
+                return None
             try:
                 if key not in self._passes:
                     self._passes[key] = self._capture(composition, key[1], batch)
@@ -135,17 +150,30 @@ class CapturedPasses:
 
     def _capture(self, composition: Composition, shape: Shape, batch: MuxBatch) -> CapturedPass:
         assert self._make_graph is not None, "the reasons against it were asked for"
-        # Before a new graph takes its memory: graphs of adapters or gradients that have moved can never be replayed.
-        for key in [key for key in self._passes if not self._is_current(key[0])]:
-            del self._passes[key]
-        self._refused = {one for one in self._refused if self._is_current(one)}
-        self._least = {key: shape for key, shape in self._least.items() if self._is_current(key[0])}
+        self._drop_stale()  # before a new graph takes its memory
         while len(self._passes) >= MAX_PASSES:
             self._passes.popitem(last=False)
         captured = CapturedPass(self._model, composition.tasks, shape, self._precision)
         captured.capture(batch, self._make_graph())
         self.num_captures += 1
         return captured
+
+    def _is_worth_capturing(self, key: tuple[Composition, Shape]) -> bool:
+        """Return whether a shape has come before, and no graph must be dropped for it."""
+        if key not in self._seen:
+            self._seen.add(key)
+            return False
+        if len(self._passes) >= MAX_PASSES:
+            self._drop_stale()
+        return len(self._passes) < MAX_PASSES
+
+    def _drop_stale(self) -> None:
+        """Drop what belongs to adapters or gradients that have moved: such graphs can never be replayed."""
+        for key in [key for key in self._passes if not self._is_current(key[0])]:
+            del self._passes[key]
+        self._refused = {one for one in self._refused if self._is_current(one)}
+        self._seen = {key for key in self._seen if self._is_current(key[0])}
+        self._least = {key: shape for key, shape in self._least.items() if self._is_current(key[0])}
 
     def _widened(self, shape: Shape, composition: Composition) -> Shape:
         """Return a shape as wide as earlier ones of as many tokens: some padding costs less than another graph.

@@ -7,7 +7,7 @@ gradients as soon as a task's last backward is done, and both may hold an `Inter
                    |
                    |--> Executor.run              chains of micro-batches, in order
                    |      run_chain                 forward 0 .. n, backward n .. 0
-                   |        CapturedPasses            a pass replayed as a CUDA graph (cuda_graphs=True)
+                   |        CapturedPasses            a pass replayed as a CUDA graph (cuda_graphs)
                    |
                    |--> PipelineExecutor.run      (engine/pipeline) actions F and B of the template of this stage
                    |      Traffic                   hidden states and gradients from and to other stages
@@ -83,7 +83,7 @@ class Executor:
     Args:
         model: the whole model, or a tensor parallel rank's part of it, on its device, in training mode.
         bf16: run under bfloat16 autocast.
-        cuda_graphs: replay passes as CUDA graphs.
+        cuda_graphs: replay passes as CUDA graphs; "auto" for `CapturedPasses.is_auto` on one GPU.
         sync: sums the gradients of all processes; by default this process is alone.
         interleaving: runs chains of different tasks in turns while layers wait for all-reduces; by default they run one
             after another.
@@ -105,7 +105,7 @@ class Executor:
         model: MultiTaskPeftModel,
         *,
         bf16: bool = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         sync: GradientSync | None = None,
         interleaving: Interleaving | None = None,
         sharded: ShardedBackbone | None = None,
@@ -113,7 +113,9 @@ class Executor:
         self.model, self.device, self.bf16 = model, model.device, bf16
         self.sync = sync or GradientSync(model, Processes())
         self.interleaving, self.sharded = interleaving, sharded
-        self.captured = CapturedPasses(model, self.precision) if cuda_graphs else None
+        is_auto = cuda_graphs == "auto"
+        has_graphs = cuda_graphs is True or (is_auto and self.device.type == "cuda" and self.sync.processes.is_alone)
+        self.captured = CapturedPasses(model, self.precision, is_auto=is_auto) if has_graphs else None
         self.clock = PassClock(self.device)
         self.shortage = ""
 

@@ -327,15 +327,15 @@ def check_layout(
             for task in tasks
             if (optim := task.hyper.optim) not in ELEMENTWISE
         ]
-        if args.cuda_graphs:
-            faults.append(Fault("args.cuda_graphs", "True", f"False with replicas {layout}"))
+        if args.cuda_graphs is True:
+            faults.append(Fault("args.cuda_graphs", "True", f'"auto" or False with replicas {layout}'))
         faults += _word_faults(f"replicas {layout}, which divide the vocabulary", tasks)
     raise_faults(faults)
 
 
 def _sharding_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, *, is_quantized: bool) -> list[Fault]:
     """Return what cannot be combined with sharded frozen weights (FSDP2)."""
-    found = {"cuda_graphs": ("True", args.cuda_graphs), "model": ("a quantised backbone", is_quantized)}
+    found = {"cuda_graphs": ("True", args.cuda_graphs is True), "model": ("a quantised backbone", is_quantized)}
     faults = [
         Fault(f"args.{name}", got, "its default with shard_backbone=True", "Leave one of the two out.")
         for name, (got, is_fault) in found.items()

@@ -193,7 +193,9 @@ class ModelPart:
             if any(replica.pp > 1 for replica in layout.replicas):
                 # This process needs none of them, but every process takes part in creating the groups of all pipelines.
                 PipelineLinks(layout.pipelines, self._num_chunks, processes)
-            executor = Executor(model, cuda_graphs=args.cuda_graphs, **shared)
+            # A run that is resumed captures other passes than before, which pad differently and so round differently.
+            graphs = False if args.cuda_graphs == "auto" and args.full_determinism else args.cuda_graphs
+            executor = Executor(model, cuda_graphs=graphs, **shared)
         if plan is not None:
             executor.follow(plan)
         return ParallelModel(model, executor, digests, tensor_parallel, links)

@@ -22,7 +22,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine import cuda_graphs as captured
-from peft_mux.engine.cuda_graphs import CapturedPasses, CudaGraph, Shape
+from peft_mux.engine.cuda_graphs import MAX_PASSES, CapturedPasses, CudaGraph, Shape
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -143,7 +143,7 @@ def test_an_interrupted_capture_is_not_taken_for_a_reason() -> None:
 
 
 def test_cuda_graphs_on_a_cpu_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"args\.cuda_graphs must be False.*got True"):
+    with pytest.raises(ConfigError, match=r'args\.cuda_graphs must be "auto" or False.*got True'):
         MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, cuda_graphs=True)
 
 
@@ -188,6 +188,34 @@ def test_few_tokens_of_lognormal_rows_are_padding_and_few_graphs_are_captured(
     padded = 1 - sum(map(sum, steps)) / sum(shape.num_tokens for shape in shapes)
     # What else differs is widened to the greatest that came.
     assert (0 < padded <= most_padding, len({shape.num_tokens for shape in shapes}) <= most_graphs) == (True, True)
+
+
+class _Counted:
+    """Stands for a captured pass."""
+
+    def replay(self, batch: MuxBatch) -> torch.Tensor:
+        return torch.zeros(len(batch.task_names))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most_captures", "least_replayed"),
+    [((38, 38), 10, 0.9), ((76, 76), 12, 0.85), ((4, 80), 32, 0.5), ((200, 200), 0, 0.0)],
+)
+def test_auto_captures_short_passes_whose_shape_recurs_and_never_replaces_a_graph(
+    num_rows: tuple[int, int], most_captures: int, least_replayed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[Any] = []
+    monkeypatch.setattr(CapturedPasses, "_reason_against", lambda passes, batch: None)
+    monkeypatch.setattr(CapturedPasses, "_capture", lambda passes, *key: captures.append(key) or _Counted())
+    passes = CapturedPasses(mux(llama()), nullcontext, NoGraph, is_auto=True)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    num_replayed = 0
+    for _ in range(300):
+        rows = np.clip(rng.lognormal(3.2, 0.6, rng.integers(num_rows[0], num_rows[1] + 1)), 4, 256).astype(int)
+        num_replayed += passes.run(batch(*rows.tolist())) is not None
+    print(f"{num_rows[0]} to {num_rows[1]} rows: {len(captures)} captures, {num_replayed / 300:.0%} of passes replayed")
+    assert (len(captures) <= most_captures, num_replayed / 300 >= least_replayed) == (True, True)
+    assert len(passes._passes) == len(captures) <= MAX_PASSES
 
 
 def test_at_most_a_fifth_of_many_targets_is_padding() -> None:
