@@ -26,7 +26,8 @@ def device_part(settings: Settings) -> Iterator[Row]:
 
 def versions(device: torch.device) -> dict[str, Any]:
     """Return what the machine and its software are."""
-    found: dict[str, Any] = {"cuda": torch.version.cuda, **stored.versions(("triton", "trl", "liger-kernel", "numpy"))}
+    found: dict[str, Any] = {"cpu": stored.cpu_name(), "cuda": torch.version.cuda}
+    found |= stored.versions(("triton", "trl", "liger-kernel", "numpy"))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {

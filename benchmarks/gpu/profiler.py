@@ -26,6 +26,17 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 COMMUNICATION = ("nccl", "gloo", "c10d")
 """What the names of communication begin with, or contain after a prefix."""
 MOST_KERNELS = 12
+GROUPS = {
+    "attention": "attention flash fmha",
+    "LoRA": "shrink_kernel expand_kernel wgrad_kernel reduce_kernel",
+    "loss": "cross_entropy",
+    "update": "adam multi_tensor foreach lpnorm",
+    "Liger": "_rms_norm _rope _swiglu _geglu _triton_rope liger",
+    "communication": "nccl gloo c10d",
+    "products": "gemm cutlass nvjet sm90_xmma sm80_xmma cublas aten::mm aten::addmm",
+    "copies": "memcpy memset copy index_select gather scatter cat",
+}
+"""Kernels by what they do: words of which their names contain one, in the order in which they are looked for."""
 
 Span = tuple[float, float]
 
@@ -115,6 +126,7 @@ def summary(events: Iterable[dict[str, Any]], wall_s: float, num_steps: int, wan
     spans: list[Span] = []
     computing: list[Span] = []
     by_kernel: Counter[str] = Counter()
+    by_group: Counter[str] = Counter()
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in wanted:
             continue
@@ -122,6 +134,7 @@ def summary(events: Iterable[dict[str, Any]], wall_s: float, num_steps: int, wan
         span = start, start + float(event["dur"])
         spans.append(span)
         by_kernel[str(event["name"])[:90]] += span[1] - span[0]
+        by_group[group_of(str(event["name"]))] += span[1] - span[0]
         if not any(word in str(event["name"]).lower() for word in COMMUNICATION):
             computing.append(span)
     busy_s, computing_s = union_s(spans), union_s(computing)
@@ -133,8 +146,15 @@ def summary(events: Iterable[dict[str, Any]], wall_s: float, num_steps: int, wan
         "exposed_communication_s": (busy_s - computing_s) / num_steps,
         "exposed_communication_share": (busy_s - computing_s) / wall_s,
         "launches": len(spans) / num_steps,
+        "groups_s": {name: us / 1e6 / num_steps for name, us in by_group.most_common()},
         "kernels_s": {name: us / 1e6 / num_steps for name, us in by_kernel.most_common(MOST_KERNELS)},
     }
+
+
+def group_of(name: str) -> str:
+    """Return what a kernel does, by its name; "elementwise" for what no group names."""
+    low = name.lower()
+    return next((group for group, words in GROUPS.items() if any(word in low for word in words.split())), "elementwise")
 
 
 def union_s(spans: Iterable[Span]) -> float:

@@ -53,5 +53,6 @@ def stand_ins(settings: Settings, *, with_attention: bool = False) -> Iterator[N
         if with_attention:
             stack.enter_context(mock.patch.object(inputs, "TOKEN_STEP", _PADDED_ROWS))
             stack.enter_context(mock.patch.object(packed, "varlen_support", return_value=None))
+            stack.enter_context(mock.patch.object(packed, "runs_kernels", return_value=True))
             stack.enter_context(mock.patch.object(varlen, "varlen_kernel", return_value=kernel))
         yield

@@ -1,9 +1,10 @@
-"""Everything that needs a GPU, in one call of at most 9 minutes: right or wrong, whole runs, gains of fusing, kernels.
+"""Everything that needs a GPU, in two calls of at most 8 minutes: right or wrong and whole runs; then fp32 and tables.
 
     python -m benchmarks.gpu --name h200                  writes benchmarks/results/gpu-h200.json
+    python -m benchmarks.gpu --call 2 --name h200-more    the second call
     python -m benchmarks.gpu --parts attention gain       parts whose names begin so
     python -m benchmarks.gpu --list                       all parts with their computed seconds; needs no GPU
-    python -m benchmarks.gpu --rehearse                   any machine: all parts on tiny shapes, half a minute
+    python -m benchmarks.gpu --rehearse                   any machine: all parts of both on tiny shapes, half a minute
     TRITON_INTERPRET=1 python -m benchmarks.gpu --rehearse the same through the Triton kernels, in their interpreter
 
 Parts run in the order of their value, and one whose computed time is more than what is left is skipped. The JSON is
@@ -28,7 +29,7 @@ from benchmarks.gpu.report import Report, add_options
 from benchmarks.gpu.settings import Settings
 from benchmarks.paths import RESULTS
 
-MINUTES = 9.0
+MINUTES = 8.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(torch.device("cuda" if is_cuda else "cpu"), options.rehearse, options.layers)
     backbones = Backbones(settings)
     try:
-        parts = chosen(planned, options.parts, settings, backbones)
+        call = None if options.rehearse else options.call
+        parts = chosen(planned, options.parts, call, settings, backbones)
     except ValueError as error:
         raise SystemExit(f"--parts: {error}") from None
     name = options.name or (torch.cuda.get_device_name().split()[-1].lower() if is_cuda else "rehearsal")
@@ -68,9 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def listed(planned: list[Planned]) -> str:
     """Return the parts with their computed seconds, one a line."""
-    lines = [f"{part.estimated_s:6.0f} s  {part.name}" for part in planned]
-    total_s = roofline.START_S + sum(part.estimated_s for part in planned)
-    return "\n".join([*lines, f"{total_s:6.0f} s  in all, {roofline.START_S:.0f} s of starting included"])
+    lines = []
+    for call in sorted({part.call for part in planned}):
+        own = [part for part in planned if part.call == call]
+        total_s = roofline.START_S + sum(part.estimated_s for part in own)
+        lines += [f"{part.estimated_s:6.0f} s  {part.name}" for part in own]
+        lines.append(f"{total_s:6.0f} s  call {call}, {roofline.START_S:.0f} s of starting included")
+    return "\n".join(lines)
 
 
 def recovered(settings: Settings, backbones: Backbones) -> str | None:
@@ -89,5 +95,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     add_options(parser, MINUTES)
     parser.add_argument("--parts", nargs="+", help="beginnings of the names of the parts to run; by default all")
+    parser.add_argument(
+        "--call", type=int, choices=(1, 2), default=1, help="which of the two calls; by default the first"
+    )
     parser.add_argument("--layers", type=int, default=32, help="layers of `default run`; 32 for Llama-3-8B")
     return parser.parse_args(arguments)

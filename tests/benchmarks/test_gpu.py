@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import default_run, roofline
+from benchmarks.gpu import default_run, profiler, roofline
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
@@ -46,7 +46,7 @@ TINY = roofline.Backbone(32, 1, 48, 4, 64)
 # What differs from these in its numbers alone is left out, and more where the interpreter takes its time.
 INTERPRETED = ("lora float", "cross", "attention", "task", "captured", "trainer float", "default", "gain", "kernels")
 THROUGH_SLICES = ("device", "lora", "cross", "attention", "task", "captured", "trainer", "plain", "default", "gain",
-                  "kernels")  # fmt: skip
+                  "kernels", "trl")  # fmt: skip
 
 
 @pytest.mark.nightly
@@ -120,6 +120,36 @@ def test_slices_on_a_gpu_are_a_fault_even_with_the_right_losses(
     assert gpu_train.path_verdicts(settings, {"path": gpu_train.path_of(calls)}) == [is_right]
 
 
+def test_a_gpu_without_liger_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = gpu_settings.Settings(torch.device("cuda"), is_rehearsal=False)
+    for is_there in (False, True):
+        monkeypatch.setattr(default_run, "has_liger", lambda is_there=is_there: is_there)
+        _, row = next(default_run.default_part(settings, gpu_report.Deadline(0.0, lambda: 0.0), Backbones(settings)))
+        assert row["is_right"] is is_there
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("attention_backward_kernel", "attention"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64", "products"),
+        ("expand_kernel", "LoRA"),
+        ("_rms_norm_backward_kernel", "Liger"),
+        ("_swiglu_forward_kernel", "Liger"),
+        ("_cross_entropy_kernel", "loss"),
+        ("void at::native::multi_tensor_apply_kernel<...>", "update"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "elementwise"),
+    ],
+)
+def test_kernels_are_summed_by_what_they_do(kernel: str, group: str) -> None:
+    events = [{"ph": "X", "cat": "kernel", "ts": 0, "dur": 2e6, "name": kernel}]
+    assert profiler.summary(events, 4.0, 2, profiler.ON_DEVICE)["groups_s"] == {group: 1.0}
+
+
 def _rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> None:
     for run in self.running:
         for group in run.optimizer.optimizer.param_groups:
@@ -153,12 +183,13 @@ def test_a_check_finds_its_fault(
 # -------------------------------------------------------------- what is computed
 
 
-def test_all_parts_take_less_than_eight_of_nine_minutes_on_an_h100_by_their_computed_times() -> None:
-    parts = gpu_parts.plan()
-    assert roofline.START_S + sum(part.estimated_s for part in parts) <= 465 < 60 * gpu.MINUTES == 540
+@pytest.mark.parametrize("call", [1, 2])
+def test_each_call_takes_less_than_seven_of_eight_minutes_on_an_h100_by_computed_times(call: int) -> None:
+    parts = [part for part in gpu_parts.plan() if part.call == call]
+    assert roofline.START_S + sum(part.estimated_s for part in parts) <= 420 < 60 * gpu.MINUTES == 480
     assert len({part.name for part in parts}) == len(parts)
     tokens = [8 * 52 * rows for rows in default_run.BATCH_SIZES.values()]  # a row has 52 tokens on average
-    assert tokens == pytest.approx([1000, 4000, 8000], rel=0.2)
+    assert tokens == pytest.approx([1200, 2000, 8000, 24000], rel=0.1)
 
 
 # ------------------------------------------------------------ failures are survived

@@ -1,6 +1,7 @@
-"""Checks of `benchmarks.gpu`: variable-length attention on packed sequences.
+"""Checks of `benchmarks.gpu`: attention on packed sequences, of any length and of short ones.
 
-Forward and backward against float64, each sequence alone and together, and a sequence of NaN next to others.
+Forward and backward against float64, each sequence alone and together, and a sequence of NaN next to others. A table
+then compares the seconds of flash attention and of the kernels of short rows by the length of rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.settings import Settings
 from benchmarks.kernels.problem import TOLERANCES, relative_error
+from benchmarks.kernels.timing import interleaved_us
 
 PARTS = ("out", "dq", "dk", "dv")
 
@@ -22,10 +24,38 @@ def attention_rows(settings: Settings) -> Iterator[Row]:
     """Yield the checks of both directions."""
     for is_causal in (True, False):
         yield from _direction_rows(settings, is_causal)
+        if settings.wants_kernels:
+            packed = _Packed(settings, is_causal, 8 if settings.is_rehearsal else 128, None, is_short=True)
+            yield from _rows_of(f"short rows {'causal' if is_causal else 'both directions'}", packed)
+
+
+def attention_times(settings: Settings) -> Iterator[Row]:
+    """Yield microseconds of a row, forward and backward, by its tokens: 8,192 tokens a pass, heads of Llama-3-8B."""
+    from peft_mux.kernels.attention import MAX_TOKENS
+
+    for tokens in (4, 8) if settings.is_rehearsal else (16, 32, 48, 64, 96, 128, 256, 1024):
+        count = (16 if settings.is_rehearsal else 8192) // tokens
+        kernels = {
+            "flash": _Packed(settings, True, 8 if settings.is_rehearsal else 128, None, lengths=[tokens] * count)
+        }
+        if settings.is_rehearsal:
+            kernels["flash"].kernel = _stand_in()
+        if tokens <= MAX_TOKENS and settings.wants_kernels:
+            channels = 8 if settings.is_rehearsal else 128
+            kernels["short rows"] = _Packed(settings, True, channels, None, lengths=[tokens] * count, is_short=True)
+        calls = {name: lambda _, packed=packed: packed.attend(0, packed.num_tokens) for name, packed in kernels.items()}
+        found = interleaved_us(calls, settings.device, calls=4, rounds=5)
+        yield f"rows of {tokens} tokens", {f"{name}_us_a_row": us / count for name, us in found.items()}
+
+
+def _stand_in() -> Any:
+    from peft_mux.modeling.attention.varlen import as_kernel
+
+    return as_kernel("torch", stand_in_varlen)
 
 
 def _direction_rows(settings: Settings, is_causal: bool) -> Iterator[Row]:
-    from peft_mux.modeling.attention.varlen import as_kernel, varlen_support
+    from peft_mux.modeling.attention.varlen import varlen_support
 
     name = f"varlen {'causal' if is_causal else 'both directions'}"
     channels = 8 if settings.is_rehearsal else 128
@@ -33,7 +63,10 @@ def _direction_rows(settings: Settings, is_causal: bool) -> Iterator[Row]:
     if reason is not None and not settings.is_rehearsal:
         yield name, {"skipped": reason, "is_right": False}
         return
-    packed = _Packed(settings, is_causal, channels, None if reason is None else as_kernel("torch", stand_in_varlen))
+    yield from _rows_of(name, _Packed(settings, is_causal, channels, None if reason is None else _stand_in()))
+
+
+def _rows_of(name: str, packed: _Packed) -> Iterator[Row]:
     together = packed.attend(0, packed.num_tokens)
     yield name, _exactness(packed, together)
     yield f"{name} co-location", _co_location(packed, together)
@@ -45,12 +78,24 @@ class _Packed:
 
     Attributes:
         bounds: first row of each sequence, and the number of rows.
+        is_short: whether the kernels of short rows compute them.
     """
 
-    def __init__(self, settings: Settings, is_causal: bool, channels: int, kernel: Any) -> None:
-        self.settings, self.is_causal, self.kernel = settings, is_causal, kernel
+    def __init__(
+        self,
+        settings: Settings,
+        is_causal: bool,
+        channels: int,
+        kernel: Any,
+        *,
+        lengths: list[int] | None = None,
+        is_short: bool = False,
+    ) -> None:
+        self.settings, self.is_causal, self.kernel, self.is_short = settings, is_causal, kernel, is_short
         self.scale = channels**-0.5
-        lengths = [5, 1, 9, 3] if settings.is_rehearsal else [300, 1, 17, 1024, 64, 129]
+        if lengths is None:
+            lengths = [5, 1, 9, 3] if settings.is_rehearsal else [300, 1, 17, 1024, 64, 129]
+            lengths = [min(length, 64) for length in lengths] if is_short else lengths
         self.bounds = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
         heads, groups = (4, 2) if settings.is_rehearsal else (32, 8)
         self.qkv = [self._draw(count, channels) for count in (heads, groups, groups)]
@@ -75,7 +120,12 @@ class _Packed:
         cu = torch.tensor(inside, dtype=torch.int32, device=self.settings.device)
         longest = max(b - a for a, b in zip(inside[:-1], inside[1:], strict=True))
         options: dict[str, Any] = {"is_causal": self.is_causal, "window": None, "scaling": self.scale}
-        out = varlen_attention(leaves[0], leaves[1], leaves[2], cu, longest, kernel=self.kernel, **options)
+        if self.is_short:
+            from peft_mux.kernels.attention.device import short_row_attention
+
+            out = short_row_attention(leaves[0], leaves[1], leaves[2], cu, **options)
+        else:
+            out = varlen_attention(leaves[0], leaves[1], leaves[2], cu, longest, kernel=self.kernel, **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.d_out[start:end])]
 
     def exact(self) -> list[torch.Tensor]:
@@ -100,8 +150,9 @@ def _co_location(packed: _Packed, together: list[torch.Tensor]) -> dict[str, Any
     for start, end in packed.sequences():
         for part, mine, theirs in zip(PARTS, packed.attend(start, end), together, strict=True):
             differing[part] += int(not torch.equal(mine, theirs[start:end]))
-    # The backward adds up in an order that differs from run to run: only the forward has to keep its bits.
-    return {f"differing_{part}": count for part, count in differing.items()} | {"is_right": differing["out"] == 0}
+    # The sums of flash attention's backward have no fixed order, so that only its forward has to keep its bits.
+    is_right = not any(differing.values()) if packed.is_short else differing["out"] == 0
+    return {f"differing_{part}": count for part, count in differing.items()} | {"is_right": is_right}
 
 
 def _nan_isolation(packed: _Packed, together: list[torch.Tensor]) -> dict[str, Any]:
