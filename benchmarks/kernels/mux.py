@@ -16,7 +16,7 @@ from benchmarks.kernels.problem import CannotRunError, Problem, Result, Step
 from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup, LoraGroupFunction
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.kernels.lora.tables import SegmentTables
-from peft_mux.modeling.adapters.lora.kind import lora_slot
+from peft_mux.modeling.adapters.lora.lora_kind import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
 
 

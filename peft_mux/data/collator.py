@@ -11,7 +11,7 @@ import torch
 from peft_mux.data.batch import Columns, MuxBatch, SequencePart
 from peft_mux.data.formats import TARGET_COLUMNS
 from peft_mux.data.packing.passes import Member, PassRules, TaskRows, cut_into_passes, round_up
-from peft_mux.data.rows import RowCells, with_given_targets
+from peft_mux.data.row_cells import RowCells, with_given_targets
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
 

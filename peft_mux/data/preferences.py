@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peft_mux.data.formats import DataFormat, RowForm
-from peft_mux.data.rows import RowCells
+from peft_mux.data.row_cells import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.tokenize import RowTokenizer, checked_row
 

@@ -27,7 +27,7 @@ from peft_mux.data.formats import (
     DataFormat,
     RowForm,
 )
-from peft_mux.data.rows import RowCells, with_given_targets
+from peft_mux.data.row_cells import RowCells, with_given_targets
 from peft_mux.data.task_batch import IGNORE_INDEX, Arrange, TokenSequence, with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError, PeftMuxError
 from peft_mux.user_code import describe_error

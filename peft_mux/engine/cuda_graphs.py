@@ -30,7 +30,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.packing.passes import round_up
 from peft_mux.kernels.attention import MAX_TOKENS
 from peft_mux.modeling.adapters.kind import MultiplexedForward
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of
+from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.rows import Layout
 from peft_mux.modeling.backbone.modules import frozen_weight

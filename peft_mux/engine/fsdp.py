@@ -45,8 +45,8 @@ from peft_mux.engine.processes import Processes
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.modules import is_meta, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers
+from peft_mux.modeling.divided_model import PassThrough
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.sharding import PassThrough
 
 
 def shard_backbone(

@@ -29,7 +29,7 @@ from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.config import convert
-from peft_mux.modeling.adapters.prompts.kinds import PromptKind
+from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import head_kind_of
 from peft_mux.modeling.objectives.objective import WORDS

@@ -32,14 +32,14 @@ from peft_mux.modeling.adapters.checks import check_configs
 from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.injection import Origin, injecting, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.own import only_rows_of, select_biases
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of
+from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
     open_without_tuner,
     plain_call,
     prompt_pass,
     without_layers,
 )
+from peft_mux.modeling.adapters.trained_parts import only_rows_of, select_biases
 from peft_mux.modeling.adapters.tuners import merge_and_unload
 from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention

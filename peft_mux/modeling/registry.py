@@ -21,14 +21,14 @@ from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters
 from peft_mux.modeling.adapters.injection import attach, injecting, own_copy
 from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.config import can_be_copied, equal_but_for_alpha
-from peft_mux.modeling.adapters.lora.kind import set_alpha
+from peft_mux.modeling.adapters.lora.lora_kind import set_alpha
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
-from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_copies
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of
+from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
+from peft_mux.modeling.adapters.trained_parts import add_biases, forget_biases, hidden_copies
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import head_kind_for, is_meta, modules_outside_text
-from peft_mux.modeling.sharding import Piece
+from peft_mux.modeling.divided_model import Piece
 from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.divided_model import Piece
 from peft_mux.modeling.registry import TaskRegistry
-from peft_mux.modeling.sharding import Piece
 from peft_mux.modeling.stream import MAX_TASKS, RowSegment, StreamOrder
 
 NAME_OF_A, NAME_OF_B = "layer.q_proj.lora_A.weight", "layer.q_proj.lora_B.weight"

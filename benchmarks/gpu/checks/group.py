@@ -96,7 +96,7 @@ def _drawn(settings: Settings, dtype: torch.dtype, index: int) -> Tensors:
 def _adapters(index: int, drawn: Tensors, dtype: torch.dtype) -> list[Any]:
     """Return the adapter of each layer, or `None`, laid out in a slab as training has it."""
     from peft_mux.kernels.lora.group import Adapter
-    from peft_mux.modeling.adapters.lora.kind import lora_slot
+    from peft_mux.modeling.adapters.lora.lora_kind import lora_slot
     from peft_mux.modeling.slabs import TaskSlab
 
     parameters = {}

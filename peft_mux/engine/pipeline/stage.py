@@ -51,9 +51,9 @@ from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import HEAD_NAMES, frozen_parameters, put_module
 from peft_mux.modeling.backbone.quantized import quantization_method
+from peft_mux.modeling.divided_model import Entrance, Exit, Handover, NoPositions, PassThrough
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import Statistics
-from peft_mux.modeling.sharding import Entrance, Exit, Handover, NoPositions, PassThrough
 from peft_mux.modeling.stream import Passes, temporary_attributes
 from peft_mux.scheduler.costs.memory import split_layers
 

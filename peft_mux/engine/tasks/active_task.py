@@ -28,7 +28,7 @@ from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError, is_real, shown
 from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import HeadKind
-from peft_mux.modeling.generation.prompts import PromptRow
+from peft_mux.modeling.generation.held_out_prompts import PromptRow
 from peft_mux.modeling.objectives.objective import LossArgs, Objective
 from peft_mux.modeling.router_loss import own_coefficient
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of

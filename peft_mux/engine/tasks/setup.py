@@ -27,7 +27,7 @@ from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
+from peft_mux.modeling.generation.held_out_prompts import PromptRow, read_prompts
 from peft_mux.modeling.model import reason_of_adapter
 from peft_mux.modeling.objectives.task_objective import find_loss
 from peft_mux.task import Task, resolve

@@ -35,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import Fault, closest, is_integer, is_real, is_text, raise_faults, shown
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, entry_of, find_kind
-from peft_mux.modeling.adapters.own import wanted_biases
+from peft_mux.modeling.adapters.trained_parts import wanted_biases
 from peft_mux.modeling.backbone.modules import (
     CLASSIFICATION,
     SUPPORTED_TASK_TYPES,

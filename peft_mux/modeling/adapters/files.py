@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.kind import PREFIX
-from peft_mux.modeling.adapters.lora.kind import DoubledRank
-from peft_mux.modeling.adapters.own import OWN, biases_unsaid
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of
+from peft_mux.modeling.adapters.lora.lora_kind import DoubledRank
+from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
     EMBEDDINGS,
     load_prompt,
@@ -32,7 +31,8 @@ from peft_mux.modeling.adapters.prompts.prompts import (
     prompt_state,
     saved_tensor,
 )
-from peft_mux.modeling.sharding import Piece
+from peft_mux.modeling.adapters.trained_parts import OWN, biases_unsaid
+from peft_mux.modeling.divided_model import Piece
 from peft_mux.storage import CHECKSUMS_NAME, digest_file, load_tensors, verify_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"

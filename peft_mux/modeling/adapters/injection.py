@@ -21,7 +21,7 @@ from peft_mux.modeling.adapters.copies import Draws, seeded
 from peft_mux.modeling.adapters.kind import KINDS, MultiplexedForward, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.lora.config import can_be_copied
 from peft_mux.modeling.adapters.lora.row_steps import backbone_kept
-from peft_mux.modeling.adapters.own import (
+from peft_mux.modeling.adapters.trained_parts import (
     MultiplexedBias,
     MultiplexedCopies,
     MultiplexedTokenRows,
@@ -37,7 +37,7 @@ from peft_mux.modeling.backbone.modules import (
     modules_around_adapters,
     put_module,
 )
-from peft_mux.modeling.sharding import PassThrough
+from peft_mux.modeling.divided_model import PassThrough
 from peft_mux.modeling.stream import Stream
 
 

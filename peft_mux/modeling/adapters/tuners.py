@@ -32,9 +32,9 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_layer
-from peft_mux.modeling.adapters.lora.kind import DoubledRank
-from peft_mux.modeling.adapters.own import merge_biases
+from peft_mux.modeling.adapters.lora.lora_kind import DoubledRank
 from peft_mux.modeling.adapters.prompts.prompts import add_prompt, remove_prompt
+from peft_mux.modeling.adapters.trained_parts import merge_biases
 from peft_mux.modeling.backbone.modules import (
     classifier_around,
     drop_head_place,

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.sharding import plain_type
+from peft_mux.modeling.divided_model import plain_type
 
 # ------------------------------------------------------------------- frozen parts
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.rows import RowCells
+from peft_mux.data.row_cells import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
 from peft_mux.kernels.cross_entropy.linear import block_rows

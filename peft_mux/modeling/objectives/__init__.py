@@ -1,5 +1,5 @@
 """The losses of tasks by name, each a file that registers itself when it is imported."""
 
-from peft_mux.modeling.objectives import classification, distill, language, own_loss, policy, preference
+from peft_mux.modeling.objectives import classification, distill, language, policy, preference, user_loss
 
-__all__ = ["classification", "distill", "language", "own_loss", "policy", "preference"]
+__all__ = ["classification", "distill", "language", "policy", "preference", "user_loss"]

@@ -41,8 +41,7 @@ from peft_mux.kernels.cross_entropy.linear import (
 )
 from peft_mux.modeling.attention.rows import states_of, take_rows
 from peft_mux.modeling.backbone.modules import LANGUAGE_MODEL, frozen_weight
-from peft_mux.modeling.objectives.objective import HEADS, WORDS, OutputHead, TokenOutputs, common_fields
-from peft_mux.modeling.sharding import (
+from peft_mux.modeling.divided_model import (
     copy_to_tp_region,
     free_after_backward,
     gather_before_backward,
@@ -50,6 +49,7 @@ from peft_mux.modeling.sharding import (
     reduce_from_tp_region,
     vocab_parallel_head,
 )
+from peft_mux.modeling.objectives.objective import HEADS, WORDS, OutputHead, TokenOutputs, common_fields
 from peft_mux.modeling.stream import temporary_attributes
 
 

@@ -23,7 +23,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.kind import KINDS
-from peft_mux.modeling.adapters.prompts.kinds import PromptKind
+from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine import lab
 from tests.engine.lab import Case

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peft_mux.engine.gradients import HeldPage, HeldParameter, Holding
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.modeling.sharding import Piece
+from peft_mux.modeling.divided_model import Piece
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
 KINDS = ("rows", "columns", "fused", "partial", "doubled")

@@ -17,8 +17,8 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
+from peft_mux.modeling.divided_model import reduce_input_gradient, reduce_output
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.sharding import reduce_input_gradient, reduce_output
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.plan import Plan

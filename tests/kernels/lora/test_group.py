@@ -20,7 +20,7 @@ import torch
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup
 from peft_mux.kernels.lora.tables import SegmentTables
-from peft_mux.modeling.adapters.lora.kind import lora_slot
+from peft_mux.modeling.adapters.lora.lora_kind import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches

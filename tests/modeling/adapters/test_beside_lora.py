@@ -14,10 +14,10 @@ from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import assert_resumes, task, tied_llama, tiny_gpt2, together
 from tests.modeling.adapters.lora import test_row_steps as steps
-from tests.modeling.adapters.own import test_biases as biases
-from tests.modeling.adapters.own import test_copies as copies
-from tests.modeling.adapters.own import test_token_rows as rows
 from tests.modeling.adapters.passes import IDS, assert_nan_stays, assert_same_tensors, moved, snapshot
+from tests.modeling.adapters.trained_parts import test_biases as biases
+from tests.modeling.adapters.trained_parts import test_copies as copies
+from tests.modeling.adapters.trained_parts import test_token_rows as rows
 
 
 class Group(NamedTuple):

@@ -30,7 +30,7 @@ from peft_mux.modeling.adapters.kind import (
     kind_of_layer,
     kind_of_parameter,
 )
-from peft_mux.modeling.adapters.prompts.kinds import PromptKind
+from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
 from peft_mux.planning.loads import adapter_loads
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama

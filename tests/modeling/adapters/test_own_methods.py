@@ -22,9 +22,9 @@ from tests.engine.replicas.layout_cases import train
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import alone
 from tests.modeling.adapters.lora import test_row_steps as steps
-from tests.modeling.adapters.own import test_copies as copies
-from tests.modeling.adapters.own import test_token_rows as rows
 from tests.modeling.adapters.prompts.prompt_cases import config_of
+from tests.modeling.adapters.trained_parts import test_copies as copies
+from tests.modeling.adapters.trained_parts import test_token_rows as rows
 
 CONFIGS: dict[str, PeftConfig] = {
     "houlsby": BottleneckConfig(bottleneck_size=6),

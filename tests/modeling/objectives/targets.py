@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.rows import with_given_targets
+from peft_mux.data.row_cells import with_given_targets
 from peft_mux.data.task_batch import TokenSequence
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.judged_row import JudgedRow

@@ -28,7 +28,7 @@ from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grou
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, say_once
 from peft_mux.modeling.adapters.lora.row_steps import RowSteps, dropout_of
-from peft_mux.modeling.adapters.own import own_bias_added
+from peft_mux.modeling.adapters.trained_parts import own_bias_added
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.stream import RowSegment, Stream

@@ -12,7 +12,7 @@ DoRA: each output feature of `W + s B A` is scaled to a length of its own, which
 PiSSA, OLoRA, CorDA and LoRA-GA begin with factors A0 and B0 and take `s B0 A0` out of the weight, so that the model
 starts where it was. The weight belongs to all tasks, so it stays as it is, and each layer keeps A0 and B0 with the
 adapter. What is trained is the pair A, B; what it adds to the backbone is `s (B A - B0 A0)`, a LoRA of twice the rank,
-and as such it is saved (`peft_mux.modeling.adapters.lora.kind.DoubledRank`).
+and as such it is saved (`peft_mux.modeling.adapters.lora.lora_kind.DoubledRank`).
 
 Shape letters: N rows of one task, D input features, K output features, R rank.
 """
@@ -31,7 +31,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 from torch.nn import functional as F
 
-from peft_mux.modeling.adapters.own import own_bias_added, own_biases
+from peft_mux.modeling.adapters.trained_parts import own_bias_added, own_biases
 from peft_mux.modeling.backbone.modules import frozen_weight
 
 Drop = Callable[[torch.Tensor], torch.Tensor]

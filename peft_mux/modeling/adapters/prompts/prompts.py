@@ -31,7 +31,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import virtual_tokens_of_sequences
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import PREFIX, kind_of
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of
+from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
 from peft_mux.modeling.backbone.modules import classifier_around, head_kind_for, head_kind_of, head_module

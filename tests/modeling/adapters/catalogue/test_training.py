@@ -10,7 +10,7 @@ from peft import PeftConfig, PeftType, TaskType
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.modeling.adapters.kind import KINDS, entry_of
-from peft_mux.modeling.adapters.prompts.kinds import PromptKind
+from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters import alone

@@ -39,8 +39,8 @@ from peft_mux.modeling.adapters.lora.layer import LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
 from peft_mux.modeling.adapters.lora.row_steps import RowSteps, initial_factors, keep_factors
-from peft_mux.modeling.adapters.own import own_biases
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
+from peft_mux.modeling.adapters.trained_parts import own_biases
 from peft_mux.modeling.backbone.modules import modules_around_adapters
 from peft_mux.modeling.slabs import Slot, round_up_to_group
 from peft_mux.modeling.stream import Stream

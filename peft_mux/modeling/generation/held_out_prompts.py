@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peft_mux.data.formats import DataFormat, detect_format
-from peft_mux.data.rows import RowCells
+from peft_mux.data.row_cells import RowCells
 from peft_mux.data.tokenize import TokenizeOptions, common_prefix
 from peft_mux.errors import DataError
 
