@@ -424,7 +424,7 @@ class Engine:
             else:  # no space: the answers wait in memory until there is some
                 threading.Timer(1.0, self._commit, [batch]).start()
 
-        self._ledger.write(write).add_done_callback(after)
+        self._ledger.write(write, at_once=True).add_done_callback(after)
 
     # ------------------------------------------------------------------ models
 

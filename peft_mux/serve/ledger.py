@@ -1,8 +1,8 @@
 """The ledger: requests, their results, and whose they are, in one SQLite file of the store.
 
 A request is committed, body included, before its future leaves, and its result before it is answered. Writes of all
-threads go through one thread, in which those of 2 ms share one commit (`synchronous=FULL`). A commit that finds no
-space changes nothing, and its writers get `StoreError`.
+threads go through one thread, in which those of 2 ms share one commit (`synchronous=FULL`); answers do not wait, as
+those of a pass are one write. A commit that finds no space changes nothing, and its writers get `StoreError`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Ledger:
         """Open it and start its thread."""
         self._store, self._local = store, threading.local()
         self._connection = connect(store)
-        self._writes: queue.SimpleQueue[tuple[Write, Future] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[Write, Future, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._commit_groups, name="ledger", daemon=True)
         self._thread.start()
 
@@ -159,13 +159,15 @@ class Ledger:
             self._local.connection = connect(self._store)
         return self._local.connection.execute(sql, values).fetchall()
 
-    def write(self, act: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def write(self, act: Callable[[sqlite3.Connection], T], *, at_once: bool = False) -> Future[T]:
         """Run statements in the next commit; the future has their result once they are safe on disk.
+
+        `at_once` ends the wait for others that share the commit.
 
         The future's exception is what `act` has raised, whose statements are then undone, or `StoreError`.
         """
         future: Future[T] = Future()
-        self._writes.put((act, future))
+        self._writes.put((act, future, at_once))
         return future
 
     def resolve(self, key: str, kind: str, name: str) -> sqlite3.Row:
@@ -189,13 +191,13 @@ class Ledger:
         is_closed = False
         while not is_closed:
             group, until = [self._writes.get()], time.monotonic() + _GROUP_S
-            while group[-1] is not None and (left := until - time.monotonic()) > 0:
+            while group[-1] is not None and not group[-1][2] and (left := until - time.monotonic()) > 0:
                 try:
                     group.append(self._writes.get(timeout=left))
                 except queue.Empty:
                     break
             is_closed = group[-1] is None
-            self._commit([one for one in group if one is not None])
+            self._commit([one[:2] for one in group if one is not None])
         self._connection.close()
 
     def _commit(self, group: list[tuple[Write, Future]]) -> None:

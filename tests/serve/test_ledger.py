@@ -61,7 +61,9 @@ def test_the_same_request_again_is_the_same_future_and_other_content_is_a_confli
         ledger.resolve("bob", "request", first)
 
 
-def test_writes_that_arrive_together_share_a_commit_and_one_that_fails_undoes_itself_alone(ledger: Ledger) -> None:
+def test_writes_that_arrive_together_share_a_commit_and_one_that_fails_undoes_itself_alone(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commits = []
     ledger.write(
         lambda db: db.set_trace_callback(lambda sql: commits.append(sql) if sql == "COMMIT" else None)
@@ -84,6 +86,10 @@ def test_writes_that_arrive_together_share_a_commit_and_one_that_fails_undoes_it
         failing.result()
     assert len(commits) == 2
     assert [row["seq"] for row in ledger.read("SELECT seq FROM requests ORDER BY seq")] == list(range(8))
+    monkeypatch.setattr(module, "_GROUP_S", 600.0)
+    waiting = ledger.write(lambda db: None)
+    ledger.write(lambda db: None, at_once=True).result(60)
+    assert (waiting.done(), len(commits)) == (True, 3)
 
 
 def test_a_full_disk_changes_nothing_and_the_ledger_continues_once_there_is_room(ledger: Ledger, disk) -> None:
