@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("liger
 
 from peft_mux.modeling.backbone import liger
 from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.pretended_cuda.launches import Argument, arguments_of
 from tests.ptx.device import ptx_on_cpu
 from tests.ptx.test_training import PRESENT, losses_and_gradients, off_by, small_llama
 
@@ -60,6 +61,19 @@ def test_a_training_pass_with_liger_is_as_near_to_float64_as_torch_in_bf16() -> 
     for name in PRESENT:
         assert off_by(found[name], right[name]) <= 1.1 * off_by(plain[name], right[name]), name
         assert abs(losses[name] - right_losses[name]) <= 2e-3, name
+
+
+def test_numbers_of_tokens_choose_no_variant_of_a_kernel() -> None:
+    from liger_kernel.ops import rms_norm, rope
+
+    liger.fuse_layers(small_llama(1, torch.bfloat16))
+    for kernel, sizes in (
+        (rope._triton_rope, {"sl"}),
+        (rms_norm._rms_norm_backward_kernel, {"n_rows", "rows_per_program"}),
+    ):
+        for size in (1, 16, 17):
+            found = arguments_of(kernel, {param.name: size for param in kernel.params})
+            assert {Argument(name, "i32", 0) for name in sizes} <= set(found)
 
 
 @pytest.mark.nightly

@@ -27,6 +27,9 @@ from peft_mux.modeling.backbone.modules import telling_layers
 from peft_mux.modeling.backbone.probe import path_of, probe_batch, tolerance_of, truncated_head
 from peft_mux.modeling.stream import in_mode
 
+_SIZES = ("sl", "n_rows", "rows_per_program")
+"""Arguments of Liger's kernels that follow the number of tokens."""
+
 
 def has_liger() -> bool:
     """Whether Liger can be imported."""
@@ -109,6 +112,7 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
     """Give the modules of a backbone subclasses whose `forward` is Liger's."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
+    _compile_once_for_all_sizes()
     # Of models with images it replaces `torch.nn.LayerNorm` too.
     names = [name for name in sys.modules if name.startswith(("transformers.", "torch.nn."))]
     files = {name: dict(vars(sys.modules[name])) for name in ["torch.nn", *names]}
@@ -156,6 +160,16 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
                 own = {"forward": forward, "_plain_class": plain, "__module__": plain.__module__}
                 classes[key] = type(plain.__name__, (plain,), own)
             module.__class__ = classes[key]
+
+
+def _compile_once_for_all_sizes() -> None:
+    """Keep Triton from compiling Liger's kernels again, in some later step, for a number of tokens that 16 divides."""
+    from triton.runtime.jit import JITFunction
+
+    for name, module in list(sys.modules.items()):
+        for kernel in vars(module).values() if name.startswith("liger_kernel.ops.") else ():
+            for param in kernel.params if isinstance(kernel, JITFunction) else ():
+                param.do_not_specialize |= param.name in _SIZES
 
 
 @contextmanager
