@@ -48,9 +48,11 @@ test-nightly: $(VENV)/.ready
 test-times: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(TESTS)" -p tests.times
 
-# Every attack on a run, its files and its processes; at the end stands how many there were of each kind.
+# Every attack on a run, its files and its processes; at the end stands how many there were of each kind. Tenants of a
+# service come and go for some minutes; two hours: make attack SOAK_S=7200
+SOAK_S ?= 300
 attack: $(VENV)/.ready
-	PEFT_MUX_ATTACKS=full $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu" tests/attacks
+	PEFT_MUX_ATTACKS=full PEFT_MUX_SOAK_S=$(SOAK_S) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu" tests/attacks
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

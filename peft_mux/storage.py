@@ -520,9 +520,8 @@ class FolderLock:
                     holder = keeper_of(self.root)
                     if holder or time.monotonic() > until:
                         raise CheckpointError(
-                            f"output_dir must have one trainer at a time, got {self.root}, in which "
-                            f"{holder or 'another process'} trains. Wait for its end, end it, or set another "
-                            "output_dir."
+                            f"{self.root} must have one writer at a time, got {holder or 'another process'} there. "
+                            "Wait for its end, end it, or give another folder."
                         )
             except OSError as error:
                 # Some network file systems have no locks; refusing to train there would cost more than it saves.

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_mux.calls import Calls
-from peft_mux.errors import CheckpointError, ConfigError, DataError, PeftMuxError, shown
+from peft_mux.errors import ConfigError, DataError, PeftMuxError, shown
 from peft_mux.serve.checkpoints import KINDS, ModelConfig, check_name, check_ttl, delete_folder, modules_of, split_path
 from peft_mux.serve.engine import Engine, Settings, read_adam, read_training_call
 from peft_mux.serve.keys import Key, UnknownKeyError, find_key
@@ -49,7 +49,7 @@ from peft_mux.serve.ledger import (
 )
 from peft_mux.serve.models import Request as EngineRequest
 from peft_mux.serve.wire import MAX_BODY_BYTES, BodyError, decompressed, read_training_request
-from peft_mux.storage import FolderLock, keeper_of
+from peft_mux.storage import FolderLock
 
 POLL_S = 30.0
 """Seconds for which a poll of a result waits; clients wait 45."""
@@ -746,7 +746,7 @@ def _routes(service: Service) -> APIRouter:
         except (ConfigError, DataError) as error:
             failure = str(error)
         num_tokens = 0 if payload is None else payload.num_tokens
-        queued = engine.queued_tokens_of(key.name)
+        queued = engine.queued_tokens[key.name]
         if key.max_queued_tokens is not None and queued and queued + num_tokens > key.max_queued_tokens:
             reason = f"{queued} tokens of {key.name} are queued, and the limit of the key is {key.max_queued_tokens}."
             raise HTTPException(429, reason, {"retry-after": "1"})
@@ -948,8 +948,6 @@ def serve(
     if key is not None and not key.startswith("tml-"):
         raise ConfigError("--key must begin with tml-, as clients accept no other keys.")
     lock = FolderLock(store)
-    if holder := keeper_of(store):
-        raise CheckpointError(f"--store must be a folder of one server, got {store}, which {holder} serves.")
     lock.acquire()
     try:
         ledger = Ledger(store)

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -291,6 +291,7 @@ class Engine:
         self._usage_at = time.monotonic()
         self._known_limits: dict[str, tuple[tuple[int | None, int | None], float]] = {}
         self.requests: dict[str, Request] = {}
+        self.queued_tokens = Counter[str]()  # by tenant
         self._tokenizer, self._sampling = tokenizer, calls.sampling(tokenizer)
         self._rows: dict[int, tuple[Request, int]] = {}
         self._ended: dict[str, dict[int, Completion]] = {}
@@ -342,10 +343,6 @@ class Engine:
             return request.waits_for[0], f"request {model.next_seq} of the model comes first{missing}"
         return request.waits_for
 
-    def queued_tokens_of(self, key: str) -> int:
-        """Return how many tokens of a tenant wait or run."""
-        return sum(request.num_tokens for request in list(self.requests.values()) if request.key == key)
-
     # ------------------------------------------------------------------ the loop
 
     def _run(self) -> None:
@@ -391,6 +388,7 @@ class Engine:
 
     def _take(self, request: Request) -> None:
         self.requests[request.id] = request
+        self.queued_tokens[request.key] += request.num_tokens
         if request.kind == "asample":
             self._waiting.append(request)
         else:
@@ -398,10 +396,15 @@ class Engine:
 
     def _finish(self, request: Request, result: bytes | Any, category: str | None = None, **tokens: int) -> None:
         """Answer a request; the answer of one that runs again was given already."""
-        self.requests.pop(request.id, None)
+        self._forget(request)
         if not request.is_replay:
             payload = result if isinstance(result, bytes) else json.dumps(result).encode()
             self._finished.append((request, payload, category, tokens))
+
+    def _forget(self, request: Request) -> None:
+        """Drop a request that is answered, or will be by the writer."""
+        if self.requests.pop(request.id, None) is not None:
+            self.queued_tokens[request.key] -= request.num_tokens
 
     def _fail(self, request: Request, reason: str, category: str = USER) -> None:
         self._finish(request, reason.encode(), category)
@@ -578,7 +581,7 @@ class Engine:
         result = json.dumps({"type": "load_weights", "path": body["path"], "model_id": model.id}).encode()
         self.models.snapshot(model, request.seq, lambda db: finish_request(db, request.id, result))
         self.writer.put(lambda: self._notify([request.id]))
-        self.requests.pop(request.id, None)
+        self._forget(request)
 
     # ------------------------------------------------------------------ passes and steps
 
@@ -806,7 +809,7 @@ class Engine:
                 delete_folder(self._store / unused)
             self._notify([request.id])
 
-        self.requests.pop(request.id, None)
+        self._forget(request)
         self.writer.put(write)
 
     def _save_for_sampler(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def tasks() -> list[Task]:
 def test_a_second_trainer_of_a_run_that_saves_nothing_is_refused_too(tmp_path: Path) -> None:
     def intrude(trainer: Any) -> None:
         for resume in (None, True):
-            with pytest.raises(CheckpointError, match=r"must have one trainer at a time, got .*process \d+ on host"):
+            with pytest.raises(CheckpointError, match=r"must have one writer at a time, got .*process \d+ on host"):
                 lab.make_trainer(tasks(), tmp_path).train(resume_from_checkpoint=resume)
 
     assert len(lab.train(tasks(), tmp_path, recorder=Recorder(at_end={3: intrude})).losses["b"]) == 6
@@ -37,7 +37,7 @@ def test_a_lock_that_was_cleaned_away_is_taken_again_unless_another_trainer_was_
         (tmp_path / "run.lock").unlink()
 
     def intrude(trainer: Any) -> None:
-        with pytest.raises(CheckpointError, match="must have one trainer at a time"):
+        with pytest.raises(CheckpointError, match="must have one writer at a time"):
             lab.make_trainer(tasks(), tmp_path).train()
 
     def lose(trainer: Any) -> None:
@@ -45,7 +45,7 @@ def test_a_lock_that_was_cleaned_away_is_taken_again_unless_another_trainer_was_
         other.acquire()
 
     other, recorder = FolderLock(tmp_path), Recorder(at_end={1: clean, 2: intrude, 4: lose})
-    with pytest.raises(CheckpointError, match=r"must have one trainer at a time.*process \d+"):
+    with pytest.raises(CheckpointError, match=r"must have one writer at a time.*process \d+"):
         lab.train(tasks(), tmp_path, recorder=recorder)
     assert len(recorder.losses["b"]) == 4
     other.release()

@@ -48,7 +48,7 @@ def kill(child: int) -> None:
 def test_a_second_lock_is_refused_naming_folder_host_and_process_and_the_first_continues(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.acquire()
-    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on host '.+' trains") as caught:
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on host '.+' there") as caught:
         second.acquire()
     assert str(tmp_path) in str(caught.value)
     assert first.is_held
@@ -70,7 +70,7 @@ def test_a_lock_whose_file_was_cleaned_away_is_taken_again(is_replaced: bool, tm
         second.acquire()
     (tmp_path / LOCK_NAME).unlink()
     second.acquire()
-    with pytest.raises(CheckpointError, match="must have one trainer at a time"):
+    with pytest.raises(CheckpointError, match="must have one writer at a time"):
         first.renew()
     first.release()
     assert keeper_of(tmp_path), "the other one keeps the folder"
