@@ -445,6 +445,8 @@ class Engine:
         for model in self._by_fairness([own for own in self.models.by_id.values() if own.queue or own.is_wanted]):
             while not model.running and model.name not in steps:
                 if not model.is_open and not model.has_tail:
+                    if model.opened and model.next_seq not in model.queue and not model.is_wanted:
+                        break  # at rest, and the request whose turn it is has not arrived
                     if not self._has_place(next(iter(model.queue.values()), None)):
                         break
                     self.models.wake(model)

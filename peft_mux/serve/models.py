@@ -184,7 +184,7 @@ class Models:
         opened = self.open_models
         if len(opened) < self._max_models:
             return True
-        idle = [model for model in opened if not model.running and not model.queue]
+        idle = [model for model in opened if not model.running and model.next_seq not in model.queue]
         if not idle and waiting_s > _PATIENCE_S:
             now = time.monotonic()
             idle = [model for model in opened if not model.running and now - model.opened > _PATIENCE_S]

@@ -16,7 +16,7 @@ from tinker.proto import tinker_public_pb2 as client_pb
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from peft_mux import Calls
-from peft_mux.serve.app import Service, make_app
+from peft_mux.serve.app import Service, load, make_app
 from peft_mux.serve.checkpoints import modules_of
 from peft_mux.serve.engine import Engine, Settings
 from peft_mux.serve.keys import create_key, list_keys
@@ -34,29 +34,43 @@ class Server:
         store: its folder.
         keys: limits of further keys by name.
         port: where it listens; 0 for a free port.
+        model: folder of a model in place of the tiny one.
+        name: its name for clients.
         **sizes: fields of `Settings`.
     """
 
-    def __init__(self, store: Path, keys: Mapping[str, Any] | None = None, port: int = 0, **sizes: Any) -> None:
+    def __init__(
+        self,
+        store: Path,
+        keys: Mapping[str, Any] | None = None,
+        port: int = 0,
+        *,
+        model: str = "",
+        name: str = BASE,
+        **sizes: Any,
+    ) -> None:
         self.store = store
         known = store / "keys.json"  # a second server on this store has the same keys
         self.keys: dict[str, str] = json.loads(known.read_text()) if known.exists() else {}
-        for name, limits in {"alice": {}, "bob": {}, **(keys or {})}.items():
-            if name not in self.keys:
-                self.keys[name] = create_key(store, name, **limits)
+        for tenant, limits in {"alice": {}, "bob": {}, **(keys or {})}.items():
+            if tenant not in self.keys:
+                self.keys[tenant] = create_key(store, tenant, **limits)
         scratch = known.with_suffix(".tmp")
         scratch.write_text(json.dumps(self.keys))
         scratch.replace(known)  # as a whole: a kill may come at any time
         assert {row["name"] for row in list_keys(store)} == set(self.keys)
-        backbone = drawn(LANGUAGE_MODELS["Llama"][0])
-        modules, ledger = modules_of(backbone), Ledger(store)
-        calls, settings = Calls(backbone), Settings((BASE,), **sizes)
+        ledger, settings = Ledger(store), Settings((name,), **sizes)
+        if model:
+            calls, tokenizer, modules = load(model, "auto", settings)
+        else:
+            backbone = drawn(LANGUAGE_MODELS["Llama"][0])
+            modules, tokenizer, calls = modules_of(backbone), None, Calls(backbone)
         self.service = Service(
             ledger,
             store,
-            lambda notify: Engine(calls, None, modules, ledger, store, settings, notify),
+            lambda notify: Engine(calls, tokenizer, modules, ledger, store, settings, notify),
             model="tiny",
-            names=(BASE,),
+            names=(name,),
         )
         self.engine = self.service.engine
         self.app = make_app(self.service)

@@ -530,6 +530,23 @@ def test_models_beyond_the_limit_rest_and_return_as_they_were(tmp_path: Path, se
     small.close()
 
 
+def test_a_model_whose_next_request_is_missing_takes_no_place_from_others(tmp_path: Path) -> None:
+    server = Server(tmp_path, max_models=1)
+    client = server.client()
+    stuck = client.model()
+    waiting = client.step(stuck, 2)
+    wakes, wake = list[str](), server.engine.models.wake
+    server.engine.models.wake = lambda model: (wakes.append(model.id), wake(model))[1]  # type: ignore[method-assign]
+    other = client.model(1)
+    train(client, other, 0, rounds=3)
+    assert stuck not in wakes
+    first = client.future("forward_backward", body_of(stuck, 1, rows_of(0)))
+    assert client.result(first).metrics
+    assert client.result(waiting)["metrics"]
+    assert stuck in wakes
+    server.close()
+
+
 @pytest.mark.parametrize("ending", ["close", "crash"])
 def test_a_restart_continues_with_the_bits_of_before(tmp_path: Path, alice: Client, ending: str) -> None:
     first = Server(tmp_path)
