@@ -31,7 +31,6 @@ from peft_mux.modeling.generation.options import GenerationRequest, mean_metric
 from peft_mux.modeling.stream import in_mode
 from peft_mux.task import Task, TaskStatus, metric_key
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_user_code, ignore_timing, log_warning
 
@@ -225,12 +224,14 @@ class TaskEvaluator:
     Args:
         run: the present run.
         placement: the model of this process.
-        plans: says how many tokens one pass may hold.
+        max_tokens: returns how many tokens one pass may hold now.
         collator: packs held-out rows into micro-batches.
     """
 
-    def __init__(self, run: Run, placement: Placement, plans: PlanFollower, collator: ChunkPackingCollator) -> None:
-        self._run, self._placement, self._plans, self._collator = run, placement, plans, collator
+    def __init__(
+        self, run: Run, placement: Placement, max_tokens: Callable[[], int], collator: ChunkPackingCollator
+    ) -> None:
+        self._run, self._placement, self._max_tokens, self._collator = run, placement, max_tokens, collator
         # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
         self._evaluated: WeakSet[Any] = WeakSet()
 
@@ -317,7 +318,7 @@ class TaskEvaluator:
             batches: rows of tasks.
             only: indices of the rows that are read, for each batch; by default all.
         """
-        micro_batches = self._collator.micro_batches(batches, max_tokens=self._plans.max_tokens, only=only)
+        micro_batches = self._collator.micro_batches(batches, max_tokens=self._max_tokens(), only=only)
         found = dict.fromkeys(self._placement.executor.non_finite_tasks(micro_batches), "")
         # Each process knows only of errors in its own rows.
         found |= self._placement.model.objectives.take_failures()
@@ -455,7 +456,7 @@ class TaskEvaluator:
             found: PredictionOutput | None = PredictionOutput(cast(Any, None), None, metrics)
             if run.task.compute_metrics is not None or collects:
                 has_logits = False
-                for number, batch in self._own_batches(held_out_batches(run, data, self._plans.max_tokens)):
+                for number, batch in self._own_batches(held_out_batches(run, data, self._max_tokens())):
                     # One pass holds the whole batch, even if a single row is longer than a pass may be: logits
                     # need whole rows.
                     (micro_batch,) = self._collator.micro_batches([batch], max_tokens=batch.num_tokens)
@@ -479,7 +480,7 @@ class TaskEvaluator:
 
     def _loss_metrics(self, run: ActiveTask, dataset: Any) -> tuple[dict[str, float], str | None, int]:
         """Return the metrics of the objective from its mean loss over all rows, its failure, number of batches."""
-        objectives, max_tokens = self._placement.model.objectives, self._plans.max_tokens
+        objectives, max_tokens = self._placement.model.objectives, self._max_tokens()
         objective, totals = objectives.of(run.name), None
         if objective.uses_totals or dataset[0].token_columns:
             totals = batch_totals(TaskBatch(run.name, 0, 0, tuple(dataset[row] for row in range(len(dataset)))))
@@ -528,7 +529,7 @@ class TaskEvaluator:
                 self._placement.model,
                 [request for _, request in numbered],
                 processing_class=self._placement.source.tokenizer,
-                max_batch_tokens=_BATCHES_OF_PASSES * self._plans.max_tokens,
+                max_batch_tokens=_BATCHES_OF_PASSES * self._max_tokens(),
             )
         own_texts = {number: one.text for (number, _), one in zip(numbered, found, strict=True)}
         completions = iter(merged(self._of_replicas(own_texts)).values())

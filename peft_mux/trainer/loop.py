@@ -35,6 +35,7 @@ from peft_mux.reporting.callbacks import hears_steps
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.control import Control
 from peft_mux.trainer.evaluation import TaskEvaluator
+from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
@@ -51,6 +52,7 @@ class TrainingLoop:
         run: the present run.
         placement: the model of this process.
         plans: the plan that is followed, and the work of each step.
+        measured: what steps took, compared with their plan.
         collator: packs rows into micro-batches.
 
     Attributes:
@@ -63,13 +65,20 @@ class TrainingLoop:
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
-    def __init__(self, run: Run, placement: Placement, plans: PlanFollower, collator: ChunkPackingCollator) -> None:
-        self._run, self._placement, self._plans = run, placement, plans
+    def __init__(
+        self,
+        run: Run,
+        placement: Placement,
+        plans: PlanFollower,
+        measured: Measurements,
+        collator: ChunkPackingCollator,
+    ) -> None:
+        self._run, self._placement, self._plans, self._measured = run, placement, plans, measured
         self.opening = Opening(run, placement, plans)
         self.membership = Membership(run, placement, plans)
         self.relocation = Relocation(run, placement, plans)
-        self.evaluator = TaskEvaluator(run, placement, plans, collator)
-        self.reporter = Reporter(run, plans)
+        self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator)
+        self.reporter = Reporter(run, plans, measured)
         self.control = Control(run, self.membership)
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
@@ -132,7 +141,7 @@ class TrainingLoop:
         run.is_updating = True
         (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
-        self._plans.record_step_time(result, time.perf_counter() - started)
+        self._measured.record_step(result, time.perf_counter() - started)
         run.state.global_step += 1
         run.is_updating = False
         self.num_stream_tokens += result.num_stream_tokens
@@ -241,7 +250,7 @@ class TrainingLoop:
         seconds = (time.perf_counter() - started) / len(results)
         last = results[-1]
         means = {name: sum(one.num_tokens[name] for one in results) // len(results) for name in last.num_tokens}
-        self._plans.record_step_time(replace(last, num_tokens=means), seconds, num_steps=len(results))
+        self._measured.record_step(replace(last, num_tokens=means), seconds, num_steps=len(results))
 
     # ------------------------------------------------------------------ before a step
 
@@ -263,14 +272,15 @@ class TrainingLoop:
             run.table,
             wants_stop=run.control.should_training_stop,
             replicas=self.relocation.target,
-            last_step_s=plans.last_step.seconds,
-            last_passes_s=plans.last_step.passes_s,
+            last_step_s=self._measured.last_step.seconds,
+            last_passes_s=self._measured.last_step.passes_s,
             num_commands=len(self.membership.queue.labels),
             requests=self.membership.queue.callback_labels,
         )
         self._apply_endings(endings)
         # Each process has measured its own time, and all must make the same plan.
-        plans.observe_step_time(agreement.slowest_s, agreement.passes_s)
+        self._measured.compare_step(agreement.slowest_s, agreement.passes_s)
+        plans.balance_replicas(agreement.passes_s)
         self.membership.apply_shared_commands(has_commands=agreement.has_commands)
         self.membership.handle_changes()
         # Before it is known whether there is another step: a task that callbacks register takes it.
@@ -305,7 +315,7 @@ class TrainingLoop:
 
     def call_task_events(self) -> None:
         """Call the callbacks of tasks whose status has changed, and carry out their requests."""
-        while self._run.callbacks.call_task_events():
+        while self._run.callbacks.call_task_events(self._plans.current):
             self.membership.apply_commands()
 
     def call_step_begin(self) -> list[str]:

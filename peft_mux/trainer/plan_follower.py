@@ -1,30 +1,28 @@
-"""`PlanFollower`: the plan of a run, made again whenever tasks come or go, and the work that follows from it."""
+"""`PlanFollower`: owns the plan of a run, makes another whenever tasks come or go, and turns it into work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.dispatch import BatchRows, DispatchClock, DispatchedShares
+from peft_mux.engine.dispatch import BatchRows, DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.steps import BatchesAhead, StepSource
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.engine.work import StepWork
 from peft_mux.errors import PeftMuxError
 from peft_mux.planning.loads import part_of
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import run_time_model
-from peft_mux.reporting.recorders import PassReport
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Parts
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.task import TaskStatus
+from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run
 
@@ -32,82 +30,40 @@ _SAVED_AS = "time factor, "
 _MOST_TOKENS = "most tokens of a pass"
 
 
-class StepTime(NamedTuple):
-    """What a step took on this process.
-
-    Attributes:
-        plan: the plan that the step followed; `None` if there was none.
-        num_tokens: tokens of the global batches of all tasks, on all processes.
-        seconds: seconds that the passes and updates took.
-        passes_s: seconds of these from the first pass to the end of the last one.
-    """
-
-    plan: Plan | None
-    num_tokens: int
-    seconds: float
-    passes_s: float
-
-
-_NO_STEP = StepTime(None, 0, 0.0, 0.0)
-_STEPS_OF_A_WINDOW = 50
-"""After so many steps a slow replica is reported."""
-_LEAST_WAIT_S, _LEAST_SHARE = 1.0, 0.1
-"""Shorter waits are not reported: in seconds of a window, and relative to the time of its passes."""
-
-
-def slow_replica(passes_s: Sequence[Sequence[float]]) -> tuple[int, float, float] | None:
-    """Return the replica for which the others wait, the wait in seconds, and its share of the time; `None` for none.
-
-    In each step the others wait for the slowest replica, for the time between the end of its passes and those of the
-    next slowest. A replica that is stopped once and one that is always slow both add up to a long wait. Ranks of one
-    replica wait for each other within their passes, so they cannot be compared.
-
-    Args:
-        passes_s: seconds of the passes of each step, by replica.
-    """
-    steps = np.array(passes_s)
-    if not len(steps):
-        return None
-    ordered = np.sort(steps, axis=1)
-    waits_s = np.bincount(steps.argmax(axis=1), ordered[:, -1] - ordered[:, -2], minlength=steps.shape[1])
-    replica = int(waits_s.argmax())
-    waited_s, share = float(waits_s[replica]), float(waits_s[replica] / max(ordered[:, -1].sum(), 1e-9))
-    return None if waited_s < _LEAST_WAIT_S or share < _LEAST_SHARE else (replica, waited_s, share)
-
-
 class PlanFollower:
     """Makes plans and follows them.
 
     A task that a plan admits is started; the others wait with a reason, until a later plan admits them. `plan` only
-    answers, `replan` makes the plan that is followed, and `next_works` turns that one into steps.
+    answers, `replan` makes the plan that is followed, and `next_works` turns that one into steps. No other part of a
+    run keeps a plan: parts ask for `current`.
 
     Args:
         run: the present run.
         placement: the model of this process, which starts the tasks that a plan admits.
         planner: makes the plans of this run.
         collator: packs the rows of each step.
+        measured: compares each step with the plan that it follows.
 
     Attributes:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
-        pass_report: the passes and tokens of this process's replica, as planned and as run.
-        last_step: what the last step took if nothing was learnt from it yet, else zeros.
         ahead: rows that were read before their step.
-        dispatch_clock: time of dividing rows among unequal replicas under all plans; `None` before the first one.
     """
 
-    def __init__(self, run: Run, placement: Placement, planner: Planner, collator: ChunkPackingCollator) -> None:
+    def __init__(
+        self,
+        run: Run,
+        placement: Placement,
+        planner: Planner,
+        collator: ChunkPackingCollator,
+        measured: Measurements,
+    ) -> None:
         self.planner = planner
         self.current: Plan | None = None
-        self._run, self._placement, self._collator = run, placement, collator
+        self._run, self._placement, self._collator, self._measured = run, placement, collator, measured
         # Rows that were read early belong to their tasks, and outlive a plan.
         self.ahead = BatchesAhead(run.log.note_own_code)
         self._steps: StepSource | None = None
-        self.dispatch_clock: DispatchClock | None = None
-        self.last_step = _NO_STEP
-        self._passes_s: list[list[float]] = []
-        self.pass_report = self._counted_before = PassReport()
-        self._waited_s = 0.0
         self._looked_at = 0
         self._rates: ReplicaRates | None = None
         self._rates_of: ParallelLayout | None = None
@@ -118,16 +74,14 @@ class PlanFollower:
     def follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
         self.planner.model, self.planner.num_replicas = self._placement.outline, self._run.layout.num_replicas
-        self._passes_s = []  # replicas that have moved are not compared with those before
+        self._measured.forget_replicas()
 
     # ------------------------------------------------------------------ plans
 
     def plan(self, devices: str | Cluster | None = None, **stages: int | None) -> Plan:
         """Return the plan for this run's processes, or for other devices; see `MultiTaskTrainer.plan`."""
         runs = self._run.table.plannable
-        pipeline = self.own_pipeline
-        if devices is not None:
-            pipeline = {"devices": devices, **stages}
+        pipeline = self.pipeline if devices is None else {"devices": devices, **stages}
         plan = self._plan_for(pipeline)
         names = {name for htask in plan.htasks for name in htask.tasks}
         if len(names) < 2:
@@ -150,7 +104,7 @@ class PlanFollower:
             **pipeline: what they would train on; by default the run's own processes.
         """
         try:
-            return self.planner.alone_s(runs, **(pipeline or self.own_pipeline))
+            return self.planner.alone_s(runs, **(pipeline or self.pipeline))
         # A task that fits together with others fits alone; but no failure of this is a reason to have no plan.
         except (PeftMuxError, ValueError):
             return {}
@@ -159,7 +113,7 @@ class PlanFollower:
         """Return the plan by which a model is cut into stages, the same on every process."""
         # One process alone may have planned before, and for other tasks.
         self.planner.cuts.clear()
-        return self._plan_for(self.own_pipeline)
+        return self._plan_for(self.pipeline)
 
     def replan(self) -> Plan:
         """Make another plan from what was learnt, follow it, and start the tasks that it admits.
@@ -170,7 +124,7 @@ class PlanFollower:
         correction = self.planner.correction
         if self._applies_times:
             correction.factors = correction.agreed
-        plan = self._plan_for(self.own_pipeline)
+        plan = self._plan_for(self.pipeline)
         correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
         reasons = {one.name: one.reason for one in plan.waiting}
@@ -199,24 +153,23 @@ class PlanFollower:
                 None if layout.are_alike else run_time_model(self.planner, runs, layout),
                 processes,
                 policy=policy,
-                clock=self.dispatch_clock,
+                clock=self._measured.dispatch_clock,
                 rates=self._rates,
                 cuts_rows=args.split_long_sequences,
             )
-            self.dispatch_clock = shares.clock
-            self._steps = StepSource(plan, self._collator, processes, layout, shares, self.ahead)
+            self._measured.dispatch_clock = shares.clock
             # The passes of unequal replicas, whose rows are dispatched as in a step.
             names = {name for htask in plan.htasks for name in htask.tasks}
             loads = [self.planner.load_of(run) for run in runs if run.name in names] if shares.looks_ahead else []
             rows = shares.typical_rows([BatchRows(load.name, 0, load.lengths, load.trie) for load in loads])
             if rows is not None:
                 passes = []
-                for own, most_tokens in zip(rows, shares.max_tokens, strict=True):
+                for rows_of, most_tokens in zip(rows, shares.max_tokens, strict=True):
                     bound = min(plan.max_tokens_per_micro_batch, most_tokens or plan.max_tokens_per_micro_batch)
-                    parts = [part_of(load, own[load.name]) for load in loads]
+                    parts = [part_of(load, rows_of[load.name]) for load in loads]
                     passes.append(planned_passes(plan.htasks, parts, self._collator.rules, bound))
-                self.current = replace(plan, passes=tuple(passes))
-        self._run.callbacks.plan = self.current
+                self.current = plan = replace(plan, passes=tuple(passes))
+            self._steps = StepSource(plan, self._collator, processes, layout, shares, self.ahead)
         if self._placement.is_loaded:
             self._placement.executor.follow(plan)
 
@@ -235,11 +188,11 @@ class PlanFollower:
         if not self._applies_times or self.current is None or steps_since < run.args.replan_steps:
             return False
         self._looked_at = run.state.global_step
-        self.share_times()
+        self._measured.exchange()
         if not correction.differs:
             return False
         running = [one.name for one in run.table.running]
-        options = {"running": running, **self.own_pipeline}
+        options = {"running": running, **self.pipeline}
         gain = self.planner.gain_of(self.current, correction.agreed, run.table.plannable, **options)
         # Unequal replicas have different plans, and either all of them change theirs or none.
         gain = max(microns / 1e6 for (microns,) in processes.exchange([round(gain * 1e6)]))
@@ -250,16 +203,11 @@ class PlanFollower:
         self.replan()
         return True
 
-    def share_times(self) -> None:
-        """Exchange what each process has learnt of times; every process calls this at once."""
-        correction = self.planner.correction
-        correction.agree(self._run.processes.gather(correction.numbers()))
-
     def _saved_decisions(self) -> dict[str, float]:
         """Return what a state must contain so that a resumed run follows the plan that it had."""
         factors = self.planner.correction.factors._asdict() if self._applies_times else {}
-        found = {_SAVED_AS + name: factor for name, factor in factors.items()}
-        return found if self.planner.most_tokens is None else {**found, _MOST_TOKENS: self.planner.most_tokens}
+        saved = {_SAVED_AS + name: factor for name, factor in factors.items()}
+        return saved if self.planner.most_tokens is None else {**saved, _MOST_TOKENS: self.planner.most_tokens}
 
     def restore_times(self, saved: Mapping[str, Any]) -> None:
         """Plan like the run that is resumed; rates of replicas are measured again.
@@ -273,14 +221,13 @@ class PlanFollower:
         if self._applies_times and all(isinstance(factor, float) and 1e-6 < factor < 1e6 for factor in factors):
             self.planner.correction.restore(Parts(*factors))
 
-    @property
     def max_tokens(self) -> int:
-        """Tokens that a pass may hold, as far as is known from the memory."""
+        """Return the tokens that a pass may hold, as far as is known from the memory."""
         asked = self._run.args.pass_tokens()
         return asked if self.current is None else self.current.max_tokens_per_micro_batch
 
     @property
-    def own_pipeline(self) -> dict[str, Any]:
+    def pipeline(self) -> dict[str, Any]:
         """How the processes of this run share the backbone, as the planner takes it."""
         return {
             "num_stages": self._placement.part.num_stages,
@@ -298,10 +245,10 @@ class PlanFollower:
         """
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
-        self._waited_s = self._run.processes.waited_s
+        self._measured.begin_step()
         works = self._steps.window(running, num_steps)
         for work in works:
-            self._compare_passes(work)
+            self._measured.count_passes(self._steps.plan, work)
         self._run.log.step_rows(running)
         if num_steps == 1:
             # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
@@ -317,84 +264,17 @@ class PlanFollower:
         """
         self.planner.most_tokens = max_tokens
         self.ahead.put_back()
-        self.pass_report = self._counted_before
         self.replan()
         assert self._steps is not None, "a run that has running tasks follows a plan"
         again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
-        self._compare_passes(again)
+        self._measured.count_passes(self._steps.plan, again, repeats=True)
         return replace(again, failures={**work.failures, **again.failures})
 
-    def _compare_passes(self, work: StepWork) -> None:
-        """Count whether a step has the passes that the plan says."""
-        replica = self._run.layout.place(self._run.processes.rank).replica
-        passes = () if self.current is None else self.current.passes
-        planned = passes[replica] if replica < len(passes) else None
-        self._counted_before, self.pass_report = self.pass_report, self.pass_report.after(planned, work.micro_batches)
-
-    # ------------------------------------------------------------------ times
-
-    def record_step_time(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> None:
-        """Remember what the last step took on this process; a process that is alone learns from it at once.
+    def balance_replicas(self, process_s: Sequence[float]) -> None:
+        """Give slow replicas fewer rows from now on, if measured times are applied.
 
         Args:
-            result: the result of the step.
-            seconds: seconds of its passes and updates.
-            num_steps: number of steps that took this time each, if a pipeline is not flushed between them.
+            process_s: seconds of the passes of each process in the last step, by rank; zeros if there was none.
         """
-        times = self._placement.executor.clock.take()
-        self._run.log.times.add_steps(self.current, seconds, num_steps, times)
-        correction, prices = self.planner.correction, None
-        # Prices take the host some time, also if they are not used.
-        if correction.learns_from_next_step:
-            width = 1 if self.current is None else self.current.passes_in_turns
-            prices = self.planner.prices(self._placement.part.place.stage, width)
-        if prices is not None:
-            # In a window of steps without a flush, the time between passes is unknown: nothing is learnt from it.
-            between_s = seconds - times.span_s - (self._run.processes.waited_s - self._waited_s)
-            correction.observe_passes(times, between_s, result.num_tokens, prices)
-        # With its plan: by the time that the processes have exchanged their times, there may be another one.
-        self.last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds, times.span_s)
-        if self._run.processes.is_alone:
-            self.observe_step_time(seconds)
-
-    def observe_step_time(self, seconds: float, process_s: Sequence[float] = ()) -> None:
-        """Compare the last step with its prediction, once, and replicas with one another.
-
-        Args:
-            seconds: what the step took: here, or on the slowest process.
-            process_s: seconds of the passes of each process, by rank; none for a process that is alone.
-        """
-        last, self.last_step = self.last_step, _NO_STEP
-        layout = self._run.layout
-        if last is not _NO_STEP and layout.num_replicas > 1:
-            replica_s = [0.0] * layout.num_replicas
-            for place, own_s in zip(layout.places, process_s, strict=True):
-                replica_s[place.replica] = max(replica_s[place.replica], own_s)
-            self._passes_s.append(replica_s)
-            if len(self._passes_s) >= _STEPS_OF_A_WINDOW:
-                self.report_slow_replica()
-        if last.plan is None:
-            return
-        correction = self.planner.correction
-        correction.observe(last.plan, last.num_tokens, seconds)
-        left = {run.name: run.num_steps - run.step for run in self._run.table.running}
-        found = correction.compare_with_plan(last.plan, left)
-        if found is not None:
-            ratio, predicted_s, line = found
-            self._run.log.say(line)
-            self._run.log.event("forecast", ratio=ratio, predicted_s=predicted_s, corrected_s=predicted_s * ratio)
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)
-
-    def report_slow_replica(self) -> None:
-        """Log the ranks of the replica that the others have waited for since the last report, if the wait was long."""
-        found, num_steps, self._passes_s = slow_replica(self._passes_s), len(self._passes_s), []
-        if found is not None:
-            replica, waited_s, share = found
-            ranks = [rank for rank, place in enumerate(self._run.layout.places) if place.replica == replica]
-            subject = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-            self._run.log.say(
-                f"{subject} slow: in the last {num_steps} steps the other replicas waited {waited_s:.1f} s for"
-                f" {'it' if len(ranks) == 1 else 'them'}, {share:.0%} of the time of passes"
-            )
-            self._run.log.event("slow_rank", ranks=ranks, waited_s=waited_s, share=share, num_steps=num_steps)

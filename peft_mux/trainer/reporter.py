@@ -24,6 +24,7 @@ from peft_mux.reporting.views import RunView, interrupted, metrics_of, view_of, 
 from peft_mux.scheduler.plan_views import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
 from peft_mux.task import TaskStatus
+from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run, write_task_files
 from peft_mux.user_code import describe_error
@@ -40,15 +41,16 @@ class Reporter:
 
     Args:
         run: the present run.
-        plans: the plan that is followed, with what it predicted and what was measured.
+        plans: predicts what the steps of the run would take task by task.
+        measured: what steps took, compared with their plan.
 
     Attributes:
         pass_reports: planned and executed passes of each replica, from the last training; empty before it.
     """
 
-    def __init__(self, run: Run, plans: PlanFollower) -> None:
+    def __init__(self, run: Run, plans: PlanFollower, measured: Measurements) -> None:
         self.pass_reports: tuple[PassReport, ...] = ()
-        self._run, self._plans = run, plans
+        self._run, self._plans, self._measured = run, plans, measured
 
     def log_if_due(self) -> None:
         """Log the losses of all tasks if the arguments or a callback ask for it after this step."""
@@ -79,7 +81,7 @@ class Reporter:
         Returns:
             Number of steps of the run so far, mean of the tasks' mean losses, and metrics with `task/metric` keys.
         """
-        run, plans, processes, leaders = self._run, self._plans, self._run.processes, self._run.layout.leaders
+        run, processes, leaders = self._run, self._run.processes, self._run.layout.leaders
         place = run.layout.place(processes.rank)
         replica = run.layout.replicas[place.replica]
         part = [f"replica {place.replica + 1} of {run.layout.num_replicas}"]
@@ -108,8 +110,8 @@ class Reporter:
             run.log.event("interrupted", signal=name, is_saved=is_saved, steps=steps)
             run.log.warn(f"interrupted by {name} after step {run.state.global_step}; {way_on}")
 
-        plans.share_times()
-        correction = plans.planner.correction
+        self._measured.exchange()
+        correction = self._plans.planner.correction
         if correction.num_passes:
             run.log.event("times", measured=correction.num_passes, **correction.agreed._asdict())
 
@@ -131,12 +133,12 @@ class Reporter:
         metrics |= {f"{name}/train_loss": mean for name, mean in means.items()}
         run.log.event("run", **metrics)
 
-        plans.report_slow_replica()
-        clock = plans.dispatch_clock
+        self._measured.report_slow_replica()
+        clock = self._measured.dispatch_clock
         if clock is not None and clock.num_steps:
             run.log.event("dispatch", hidden_share=clock.hidden_share, **asdict(clock))
             run.log.say(str(clock))
-        found = processes.gather(plans.pass_report)
+        found = processes.gather(self._measured.pass_report)
         self.pass_reports = tuple(replace(found[leader], replica=number) for number, leader in enumerate(leaders))
         for report in self.pass_reports:
             if report.num_steps:

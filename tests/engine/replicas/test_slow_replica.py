@@ -12,7 +12,7 @@ import pytest
 
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.executor import Executor
-from peft_mux.trainer.plan_follower import slow_replica
+from peft_mux.trainer.measurements import slow_replica
 from tests.engine.processes import cases
 from tests.engine.processes.cases import launch, values
 from tests.invariants import mux_lab as lab
