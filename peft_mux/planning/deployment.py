@@ -298,7 +298,7 @@ def _alternatives(
     def known(name: str, groups: tuple[ReplicaGroup, ...], step_s: float) -> Baseline:
         return Baseline(name, (groups,), (step_s,), step_s * num_gpus)
 
-    found = [known("length-based dispatch", plan.groups, by_length_s)]
+    baselines = [known("length-based dispatch", plan.groups, by_length_s)]
     # One search for each task: with the full time for each, the comparison would outlast the plan.
     quick = {"budget_s": _BUDGET_S_OF_A_TASK, "time_limit_s": _BUDGET_S_OF_A_TASK}
     ways = {
@@ -308,14 +308,14 @@ def _alternatives(
     }
     for name, (way, options) in ways.items():
         if name == "Task-Fused" and equal is not None:
-            found.append(known(name, equal.groups, equal.step_s))
+            baselines.append(known(name, equal.groups, equal.step_s))
             continue
         try:
-            found.append(way(tasks, num_gpus, time_model, interval=interval, exchange=exchange, **options))
+            baselines.append(way(tasks, num_gpus, time_model, interval=interval, exchange=exchange, **options))
         except ValueError as error:
             # A baseline that cannot hold the sequences is a result too: the table has it with the reason.
-            found.append(Baseline(name, note=str(error)))
-    return tuple(found)
+            baselines.append(Baseline(name, note=str(error)))
+    return tuple(baselines)
 
 
 def times_from(facts: ReplicaFacts, measured: LayerProfile | None) -> str:

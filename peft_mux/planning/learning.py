@@ -57,7 +57,7 @@ class PassPrices:
 
     def of(self, timed: PassTime) -> Parts:
         """Return the predicted seconds of passes that were timed together."""
-        rows = [self._rows(own) for own in timed.passes]
+        rows = [self._rows(tasks_of_pass) for tasks_of_pass in timed.passes]
         parts = self._parts(self.cost, rows)
         # On one stage a single pass waits for its all-reduces in full, which is timed separately where possible.
         if self.turns is None or (self.cost.num_stages == 1 and len(rows) < 2):
@@ -65,11 +65,11 @@ class PassPrices:
         # How much of the all-reduces is visible depends on how long they take, so the learnt times are used.
         turns, stage = self.turns, self.stage
         computed_s = self._parts(turns.cost, rows)._replace(communication=0.0).total
-        between = [turns.cost.pass_parts(stage, turns.cost.pass_work(own, [whole_pass(own)])) for own in rows]
+        between = [turns.cost.pass_parts(stage, turns.cost.pass_work(loads, [whole_pass(loads)])) for loads in rows]
         if turns.cost.num_stages == 1:
             taken_s = turns.group_s(between)
         else:
-            tasks = [[load.name for load in own] for own in rows]
+            tasks = [[load.name for load in loads] for loads in rows]
             ways: tuple[Direction, ...] = ("forward", "backward")
             taken_s = sum(turns.action_s(tasks, between, stage, way) for way in ways)
         return parts._replace(communication=max(0.0, taken_s - computed_s) / self.turns_factor)
@@ -91,24 +91,24 @@ class PassPrices:
         """Return the loads of a pass: the adapters of each task, with the rows that it has in the pass."""
         return [
             replace(
-                self.loads[one.task],
-                lengths=one.lengths,
-                shared=one.shared,
-                num_targets=one.num_targets,
+                self.loads[row.task],
+                lengths=row.lengths,
+                shared=row.shared,
+                num_targets=row.num_targets,
                 longest_row_tokens=0,
                 trie=None,
             )
-            for one in rows
-            if one.task in self.loads
+            for row in rows
+            if row.task in self.loads
         ]
 
     def _parts(self, cost: CostModel, passes: Sequence[Sequence[TaskLoad]]) -> Parts:
         """Return the seconds of passes of these rows, forward and backward, added up."""
-        found = np.zeros(len(Parts._fields))
+        seconds = np.zeros(len(Parts._fields))
         for rows in passes:
             parts = cost.stage_parts(self.stage, cost.pass_work(rows, [whole_pass(rows)]))
-            found += [float(np.sum(part)) for part in parts]
-        return Parts(*found.tolist())
+            seconds += [float(np.sum(part)) for part in parts]
+        return Parts(*seconds.tolist())
 
 
 # ------------------------------------------------------------------- learning
@@ -321,26 +321,26 @@ def _best_factors(start: NDArray[np.float64], information: NDArray[np.float64], 
     if curvature > 0:
         common = max(_LEAST_FACTOR, float(computed @ (evidence - information @ (start - computed)) / curvature))
     means = np.where(_COMPUTED > 0, common * start, start)
-    own, whole = np.diag(information), information.sum()
-    ratios = np.sqrt(whole / np.where(own > 0, own, max(whole, 1.0)))
+    separate, whole = np.diag(information), information.sum()
+    ratios = np.sqrt(whole / np.where(separate > 0, separate, max(whole, 1.0)))
     least_overheads = means * np.maximum(1.0, _LEAST_SHARE * ratios)
     lower = np.maximum(_LEAST_FACTOR, _LEAST_OF_COMMON * means)
-    found = means
+    factors = means
     for _ in range(_ROUNDS):
-        deviations = _RIDGE * np.where(_OVERHEADS > 0, np.maximum(found, least_overheads), means)
+        deviations = _RIDGE * np.where(_OVERHEADS > 0, np.maximum(factors, least_overheads), means)
         precision = 1.0 / deviations**2
         matrix, target = information + np.diag(precision), evidence + precision * means
         # Entries below their bound are fixed there, one at a time, so that this ends at the optimum or close to it.
         free = np.ones(len(target), dtype=bool)
         while True:
-            found = lower.copy()
-            held = matrix[np.ix_(free, ~free)] @ found[~free]
-            found[free] = np.linalg.solve(matrix[np.ix_(free, free)], target[free] - held)
-            below = np.where(free, found - lower, 0.0)
+            factors = lower.copy()
+            held = matrix[np.ix_(free, ~free)] @ factors[~free]
+            factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], target[free] - held)
+            below = np.where(free, factors - lower, 0.0)
             if (below >= 0).all():
                 break
             free[int(np.argmin(below))] = False
-    return Parts(*found.tolist())
+    return Parts(*factors.tolist())
 
 
 # -------------------------------------------------------------------- pricing
@@ -375,11 +375,13 @@ def repriced_s(
     for load, bucket in zip(plan.bucket_loads, plan.buckets, strict=True):
         cuts = []
         for htask in (plan.htasks[index] for index in bucket):
-            own = [loads[name] for name in htask.tasks]
-            cuts.append(cut_htask(own, cost, rules, plan.max_tokens_per_micro_batch, htask.micro_batches, stable=False))
+            fused = [loads[name] for name in htask.tasks]
+            cuts.append(
+                cut_htask(fused, cost, rules, plan.max_tokens_per_micro_batch, htask.micro_batches, stable=False)
+            )
         priced.append(replace(load, **times.bucket_fields(cuts, load.num_micro_batches)))
     if cost.num_stages == 1:
-        step_s = sum(one.num_micro_batches * (one.forward_s[0] + one.backward_s[0]) for one in priced)
+        step_s = sum(load.num_micro_batches * (load.forward_s[0] + load.backward_s[0]) for load in priced)
     elif drains:
         step_s = simulate(plan.template, priced, links=links).makespan_s
     else:

@@ -79,7 +79,7 @@ def task_load(
 
     resolved, sample = run.resolved, run.loader.sample(SAMPLE_ROWS)
     # A loss with one term per row, such as DPO, still reads all tokens of the row.
-    targets = sum(one.num_target_tokens if resolved.head_kind.is_shared else one.num_targets for one in sample)
+    targets = sum(row.num_target_tokens if resolved.head_kind.is_shared else row.num_targets for row in sample)
     target_share = targets / max(sum(map(len, sample)), 1)
     # A loss that compares with the backbone alone needs its forward pass, unless rows contain its results.
     has_reference_forward = resolved.needs_reference
@@ -159,9 +159,9 @@ def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
     """Return the load of some rows of a task, given the load of its whole global batch."""
     lengths = tuple(load.lengths[row] for row in rows)
     trie = None if load.trie is None else load.trie.of_rows(rows)
-    own = replace(load, lengths=lengths, shared=_shared(lengths, trie), trie=trie)
-    targets = round(load.num_targets * own.tokens / max(load.tokens, 1))
-    return replace(own, num_targets=max(1, targets) if lengths else 0)
+    part = replace(load, lengths=lengths, shared=_shared(lengths, trie), trie=trie)
+    targets = round(load.num_targets * part.tokens / max(load.tokens, 1))
+    return replace(part, num_targets=max(1, targets) if lengths else 0)
 
 
 def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
@@ -185,8 +185,8 @@ def _sharing_batch(run: ActiveTask) -> TaskBatch | None:
     batches = run.loader.sample_batches(_SAMPLE_BATCHES)
     # The part of the tokens that is computed; of equal ones the later batch comes first.
     shares = [
-        1.0 if one.trie is None else one.trie.num_computed(range(len(one.sequences))) / max(one.num_tokens, 1)
-        for one in batches
+        1.0 if batch.trie is None else batch.trie.num_computed(range(len(batch.sequences))) / max(batch.num_tokens, 1)
+        for batch in batches
     ]
     order = sorted(range(len(batches)), key=lambda number: (shares[number], -number))
     middle = batches[order[len(order) // 2]]
@@ -198,7 +198,7 @@ def _shared(lengths: Sequence[int], trie: RowTrie | None) -> tuple[int, ...]:
     if trie is None:
         return ()
     computed = trie.computed(range(len(lengths))).values()
-    return tuple(length - own for length, own in zip(lengths, computed, strict=True))
+    return tuple(length - num_computed for length, num_computed in zip(lengths, computed, strict=True))
 
 
 def _num_elements(shapes: ParameterShapes) -> int:
@@ -215,12 +215,12 @@ def _blocks(backbone: Any) -> tuple[Any, ...]:
 
 def cut_layers(backbone: Any) -> CutLayers:
     """Return which layers are divided among the devices of a stage; none if the backbone cannot be cut."""
-    found: dict[str, bool] = {}
+    cuts_rows: dict[str, bool] = {}
     for block in _blocks(backbone):
-        found |= {block.inner(leaf): False for leaf in block.columns}
-        found[block.inner(block.row)] = True
-    head = backbone.get_output_embeddings() if found else None
-    return found | {name: False for name, module in backbone.named_modules() if module is head}
+        cuts_rows |= {block.inner(leaf): False for leaf in block.columns}
+        cuts_rows[block.inner(block.row)] = True
+    head = backbone.get_output_embeddings() if cuts_rows else None
+    return cuts_rows | {name: False for name, module in backbone.named_modules() if module is head}
 
 
 def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenParts | None:
@@ -232,7 +232,9 @@ def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenPa
         dtype: the dtype in which its weights are (or will be) held, except quantised ones.
     """
     text = set(language_model(backbone).modules())
-    lists = ((name, one) for name, one in backbone.named_modules() if isinstance(one, nn.ModuleList) and one in text)
+    lists = (
+        (name, block) for name, block in backbone.named_modules() if isinstance(block, nn.ModuleList) and block in text
+    )
     prefix = next((f"{name}." for name, layers in lists if len(layers) == num_layers), None)
     if prefix is None:
         return None

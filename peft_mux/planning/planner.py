@@ -202,7 +202,7 @@ class Planner:
             if run.name in in_plan
         )
         passes = tuple(
-            planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in given.replicas if runs
+            planned_passes(outcome.htasks, rows, budget.rules, outcome.max_tokens) for rows in given.replicas if runs
         )
         return Plan(
             htasks=outcome.htasks,
@@ -245,20 +245,20 @@ class Planner:
         schedule: Schedule | None = None,
     ) -> dict[str, float]:
         """Return the predicted seconds of a step of each task if it trained alone, by name; targets as for `plan`."""
-        target, found = self._target(devices, num_stages, devices_per_stage), {}
+        target, step_s = self._target(devices, num_stages, devices_per_stage), {}
         known: dict[TaskLoad, float] = {}
         for run in runs:
             # Tasks of a sweep often differ in nothing that takes time, and are planned once.
             load = replace(self.load_of(run), name="one", num_steps=1, priority=0)
             if load.trie is None and load in known:
-                found[run.name] = known[load]
+                step_s[run.name] = known[load]
                 continue
             given = self._inputs(target, [load], schedule)
             outcome = plan_tasks(given.loads, given.cost, given.memory, given.budget, policy="sequential")
-            found[run.name] = outcome.step_s
+            step_s[run.name] = outcome.step_s
             if load.trie is None:
                 known[load] = outcome.step_s
-        return found
+        return step_s
 
     def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[ActiveTask], **options: Any) -> float:
         """Return how much faster, as a share, a plan made with other factors would be than the current one.
@@ -282,7 +282,7 @@ class Planner:
             return 0.0
         before_s, after_s = (
             repriced_s(
-                one,
+                priced,
                 {load.name: load for load in loads},
                 cost,
                 budget.rules,
@@ -290,7 +290,7 @@ class Planner:
                 drains=is_drained(self.args, target, runs, loads),
                 recomputes=budget.recomputes,
             )
-            for one in (plan, other)
+            for priced in (plan, other)
         )
         return before_s / after_s - 1.0
 
@@ -416,7 +416,7 @@ class Planner:
         lengths, tries = [load.lengths for load in loads], [load.trie for load in loads]
         shares = even_shares(lengths, target.num_replicas, tries=tries)
         replicas = [[part_of(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
-        busiest = max(replicas, key=lambda own: sum(load.tokens for load in own))
+        busiest = max(replicas, key=lambda rows: sum(load.tokens for load in rows))
         memory = MemoryModel(
             self.shape,
             num_stages=target.num_stages,
@@ -558,9 +558,9 @@ def _cheapest_fixes(
     changes.append(("half the rank", "a smaller adapter", memory, smaller))
 
     enough, rest = [], []
-    for change, cost, changed, own in changes:
-        tokens = least_pass_tokens([own])
-        peak_bytes = max(changed.peak_bytes([own], tokens, 1, stage) for stage in range(changed.num_stages))
+    for change, cost, changed, needed in changes:
+        tokens = least_pass_tokens([needed])
+        peak_bytes = max(changed.peak_bytes([needed], tokens, 1, stage) for stage in range(changed.num_stages))
         if peak_bytes <= error.limit_bytes:
             enough.append(f"{change} ({bytes_text(peak_bytes)}; {cost})")
         elif peak_bytes < error.peak_bytes:

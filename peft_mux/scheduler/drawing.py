@@ -101,9 +101,9 @@ def memory_rows(
     rows, alarms = [], []
     for number, (label, parts) in enumerate(parts_of.items()):
         bars, at = [], 0.0
-        for name, own in parts.items():
-            bars.append(Bar(at, at + own, colors[name], f"{name}: {bytes_text(own)}"))
-            at += own
+        for name, num_bytes in parts.items():
+            bars.append(Bar(at, at + num_bytes, colors[name], f"{name}: {bytes_text(num_bytes)}"))
+            at += num_bytes
         if at < shown:
             bars.append(Bar(at, shown, _FREE, f"free: {bytes_text(shown - at)}", is_light=True))
             colors["free"] = _FREE
@@ -226,10 +226,10 @@ def save_rows(path: Path, drawings: Mapping[str, Rows]) -> Path:
                 intervals[number, bar.color, bar.is_light].append((start, width))
                 if bar.label and bar.end - bar.start >= _LABELLED_SHARE * drawn.end:
                     axes.text(start + width / 2, number, bar.label, ha="center", va="center", fontsize=6)
-        for (number, color, is_light), own in intervals.items():
+        for (number, color, is_light), spans in intervals.items():
             edge = {"edgecolor": ALARM, "linewidth": 2.0} if number in drawn.alarms else {"edgecolor": "white"}
             color, alpha = PALETTE[color % len(PALETTE)], 0.55 if is_light else 1.0
-            axes.broken_barh(own, (number - 0.4, 0.8), facecolors=color, alpha=alpha, **edge)
+            axes.broken_barh(spans, (number - 0.4, 0.8), facecolors=color, alpha=alpha, **edge)
         for name, color in drawn.legend:
             label = textwrap.fill(name, _LEGEND_WIDTH, break_on_hyphens=False)
             axes.barh(0, 0, color=PALETTE[color % len(PALETTE)], label=label)
@@ -349,7 +349,9 @@ def gantt_text(simulation: Simulation, width: int = 100) -> str:
                 own_s = min(span.end_s, (slot + 1) * slot_s) - max(span.start_s, slot * slot_s)
                 busy_s[slot][letter] += own_s  # type: ignore[assignment]
         # What is idle counts as one more letter, the last one among equals.
-        row = "".join(max({**own, ".": slot_s - own.total()}.items(), key=lambda part: part[1])[0] for own in busy_s)
+        row = "".join(
+            max({**taken_s, ".": slot_s - taken_s.total()}.items(), key=lambda part: part[1])[0] for taken_s in busy_s
+        )
         lines.append(f"{f'stage {stage}':<{margin - 2}}|{row}|")
 
     # The time axis: each number begins below the slot of its instant, the last one ends at the end.

@@ -108,7 +108,7 @@ def simulated_step(plan: Plan) -> Simulation:
 
 def summary(plan: Plan, columns: int | None = None) -> str:
     """Return the plan as a table, a row for each task under its hTask, of `columns` characters if they are given."""
-    width = max(map(len, ["task", *(share.name for share in plan.shares), *(one.name for one in plan.waiting)]))
+    width = max(map(len, ["task", *(share.name for share in plan.shares), *(later.name for later in plan.waiting)]))
     width = width if columns is None else min(width, max(columns - _NUMBERS_WIDTH, 4))
     htasks = f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"
     stages = "" if plan.num_stages == 1 else f", {plan.num_stages} stages, {len(plan.buckets)} buckets"
@@ -136,7 +136,7 @@ def summary(plan: Plan, columns: int | None = None) -> str:
         groups = "; ".join(", ".join(str(index + 1) for index in bucket) for bucket in plan.buckets)
         saved = f", which saves {seconds_text(plan.turns.saved_s)} a step" if plan.turns.saved_s else ""
         lines.append(f"  up to {plan.turns.width} passes of a bucket take turns{saved}; hTasks by bucket: {groups}")
-    lines += [f"  {_cell(one.name, width)}  waits: {one.reason}" for one in plan.waiting]
+    lines += [f"  {_cell(later.name, width)}  waits: {later.reason}" for later in plan.waiting]
     lines.append("")
     if plan.step_s and plan.tokens_per_s is not None:
         source = _SOURCES.get(plan.profile_source, plan.profile_source)
@@ -162,7 +162,7 @@ def summary(plan: Plan, columns: int | None = None) -> str:
 
 def explain(plan: Plan, task: str) -> str:
     """Return in sentences what one task shares, waits for and needs; raises `ValueError` for an unknown task."""
-    waiting = {one.name: one.reason for one in plan.waiting}
+    waiting = {later.name: later.reason for later in plan.waiting}
     if task in waiting:
         return f"{task} waits: {waiting[task]}"
     index = plan.htask_of(task)
@@ -204,7 +204,7 @@ def diff(plan: Plan, other: Plan) -> str:
     """Return what changes from a plan to the one that replaces it, a line each: tasks first, then numbers."""
     old = {share.name for share in plan.shares}
     new = {share.name for share in other.shares}
-    waits = {one.name: one.reason for one in other.waiting}
+    waits = {later.name: later.reason for later in other.waiting}
     lines = [f"+ {share.name} starts" for share in other.shares if share.name not in old]
     lines += [
         f"- {share.name} {f'waits: {waits[share.name]}' if share.name in waits else 'leaves'}"

@@ -189,7 +189,7 @@ def turn_groups(
     """
     groups: list[tuple[int, ...]] = []
     for bucket in dict.fromkeys(buckets):
-        left = [index for index, own in enumerate(buckets) if own == bucket]
+        left = [index for index, bucket_of_pass in enumerate(buckets) if bucket_of_pass == bucket]
         while left:
             group: list[int] = []
             seen: set[str] = set()
@@ -217,12 +217,12 @@ def neighbour_groups(tasks: Sequence[Collection[str]], width: int, *, may_repeat
     """
     groups: list[list[int]] = []
     seen: set[str] = set()
-    for index, own in enumerate(tasks):
-        if not groups or len(groups[-1]) == width or not (may_repeat or seen.isdisjoint(own)):
+    for index, names in enumerate(tasks):
+        if not groups or len(groups[-1]) == width or not (may_repeat or seen.isdisjoint(names)):
             groups.append([])
             seen = set()
         groups[-1].append(index)
-        seen.update(own)
+        seen.update(names)
     return [tuple(group) for group in groups]
 
 

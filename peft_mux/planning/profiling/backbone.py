@@ -164,9 +164,9 @@ def profile_backbone(
     stored = None
     if path is not None and not refresh:
         with suppress(OSError, ValueError):
-            found = Profile.from_json(path.read_text(encoding="utf-8"))
+            on_disk = Profile.from_json(path.read_text(encoding="utf-8"))
             # A file that was renamed or edited may be of another device or version.
-            stored = found if found.key == path.stem else None
+            stored = on_disk if on_disk.key == path.stem else None
     profile = stored
     if profile is None:
         profile = _measure(Subject(model, device=device, dtype=dtype), Stopwatch(device, budget_s, timer), names)
@@ -340,12 +340,12 @@ def _adapter_times(subject: Subject, stopwatch: Stopwatch) -> tuple[AdapterTable
             else:
                 alone = _group_times(subject, stopwatch, groups, names[:1], tokens, share)
             for w, width in enumerate(widths):
-                own = [number for number, group in enumerate(groups) if _width(group) == width]
+                numbers = [number for number, group in enumerate(groups) if _width(group) == width]
                 # A group is one launch, so its time is divided among its layers.
-                linears = sum(len(groups[number].members) for number in own)
-                alone_s[r, w, t] = sum(alone[number] for number in own) / linears
+                linears = sum(len(groups[number].members) for number in numbers)
+                alone_s[r, w, t] = sum(alone[number] for number in numbers) / linears
                 if subject.device.type == "cuda":
-                    together_s = sum(together[number] for number in own) / linears
+                    together_s = sum(together[number] for number in numbers) / linears
                     busy = together_s / (len(names) * max(alone_s[r, w, t], 1e-9))
                     utilization[r, w, t] = np.clip(busy, 0.01, 1.0)
     measured = slice(0, len(counts))

@@ -54,10 +54,10 @@ def measure_link(device: torch.device | str) -> Link | None:
         return None
     device = torch.device(device)
     small_s, large_s = (_one_way_s(device, count) for count in (_SMALL_ELEMENTS, _LARGE_ELEMENTS))
-    found = torch.tensor([small_s, large_s], device=device, dtype=torch.float64)
+    times_s = torch.tensor([small_s, large_s], device=device, dtype=torch.float64)
     # One answer for all: with different times, processes would make different plans.
-    dist.broadcast(found, src=0)
-    small_s, large_s = found.tolist()
+    dist.broadcast(times_s, src=0)
+    small_s, large_s = times_s.tolist()
     num_bytes = 4 * (_LARGE_ELEMENTS - _SMALL_ELEMENTS)
     # The difference of the two, so that the latency is not counted in the bandwidth as well.
     return Link(latency_s=small_s, bytes_per_s=num_bytes / max(large_s - small_s, 1e-9))
@@ -139,14 +139,14 @@ def measure_overlap(device: torch.device | str, hidden_size: int) -> Overlap | N
     ]
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(_REPEATS):
-        for own, run in zip(times, ways, strict=True):
+        for times_of_way, run in zip(times, ways, strict=True):
             dist.barrier()  # otherwise the wait for a process that comes late would count
             start_s = time.perf_counter()
             with torch.no_grad():
                 run()
-            own.append(time.perf_counter() - start_s)
+            times_of_way.append(time.perf_counter() - start_s)
     # The first round opens connections and warms caches. All others wait for the slowest process.
-    medians = torch.tensor([statistics.median(own[1:]) for own in times], dtype=torch.float64)
+    medians = torch.tensor([statistics.median(times_of_way[1:]) for times_of_way in times], dtype=torch.float64)
     dist.all_reduce(medians, op=dist.ReduceOp.MAX)
     return fitted_overlap(*(seconds / (_NUM_PASSES * _NUM_SUBGRAPHS) for seconds in medians.tolist()))
 
@@ -225,9 +225,9 @@ def overlap_of_layers(
         pass_times(cost.pass_parts(0, cost.pass_work(loads, [whole_pass(loads)])), Stretch(shape.num_layers))
     ] * _NUM_PASSES
     apart_s, turns_s = measured.tolist()
-    found = fitted_costs(overlap, passes, apart_s, turns_s, num_sums=ALL_REDUCES_PER_LAYER * shape.num_layers)
+    costs = fitted_costs(overlap, passes, apart_s, turns_s, num_sums=ALL_REDUCES_PER_LAYER * shape.num_layers)
     # Each process has a different profile, and so a different fit: all take the one of the first process.
-    agreed = torch.tensor(astuple(found), dtype=torch.float64)
+    agreed = torch.tensor(astuple(costs), dtype=torch.float64)
     dist.broadcast(agreed, src=0)
     return Overlap(*agreed.tolist())
 
@@ -258,17 +258,17 @@ def _cut_pass_times(subject: Subject, links: TensorLinks, names: Sequence[str], 
     times: list[list[float]] = [[] for _ in ways]
     begin_s = time.perf_counter()
     for number in range(_REPEATS):
-        for own, run in zip(times, ways, strict=True):
+        for times_of_way, run in zip(times, ways, strict=True):
             start_s = time.perf_counter()
             run()
-            own.append(time.perf_counter() - start_s)
+            times_of_way.append(time.perf_counter() - start_s)
         # All of them stop at the same round: otherwise the passes of some would wait for those of others.
         spent_s = torch.tensor(time.perf_counter() - begin_s)
         dist.all_reduce(spent_s, op=dist.ReduceOp.MAX)
         if number and spent_s * (number + 2) / (number + 1) > budget_s:
             break
     # The first round opens connections and warms caches.
-    return [statistics.median(own[1:]) for own in times] or [0.0, 0.0]
+    return [statistics.median(times_of_way[1:]) for times_of_way in times] or [0.0, 0.0]
 
 
 def fitted_costs(
@@ -287,7 +287,7 @@ def fitted_costs(
     host_s = max(0.0, apart_s - predicted_s) / (len(passes) * num_sums)
     # Evenly over all that lies between two sums, so that the whole equals what was measured.
     spread_s = host_s * num_sums / len(passes[0])
-    with_host = [tuple(one._replace(compute_s=one.compute_s + spread_s) for one in times) for times in passes]
+    with_host = [tuple(part._replace(compute_s=part.compute_s + spread_s) for part in times) for times in passes]
 
     def in_turns_s(turn_s: float) -> float:
         return turns_timeline(with_host, replace(overlap, turn_s=turn_s)).makespan_s

@@ -55,11 +55,13 @@ def description_of(model: MultiTaskPeftModel) -> Description | None:
 
     adapters = [model.peft_config[model.adapter_of(name)] for name in model.tasks]
     try:
-        texts = [json.dumps(vars(one), default=plain, sort_keys=True) for one in (model.backbone.config, *adapters)]
+        texts = [
+            json.dumps(vars(config), default=plain, sort_keys=True) for config in (model.backbone.config, *adapters)
+        ]
     except (TypeError, ValueError):
         return None
     kinds = [(type(config), kind_of(config)) for config in adapters]
-    return (type(model.backbone), model.tasks, *texts, *(one for pair in kinds for one in pair))
+    return (type(model.backbone), model.tasks, *texts, *(kind for pair in kinds for kind in pair))
 
 
 def count_activation_bytes_per_token(
@@ -94,9 +96,9 @@ def count_activation_bytes_per_token(
     backbone = plain_backbone(model)
     held: torch.dtype = dtype or backbone.dtype
     try:
-        found = find_layers(backbone)
+        layers = find_layers(backbone)
         # A number for each layer, the same for equal layers; none if that is not known.
-        kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
+        kinds = [] if layers is None else kinds_of_layers(backbone, list(layers.layers))
         # A model on the meta device is run unchanged, and may differ from its configuration.
         description = None if is_meta(backbone) else description_of(model)
         how = (tuple(kinds), tuple(lengths), held, autocast, device_type, None if liger is None else str(liger))
@@ -214,8 +216,8 @@ class _SavedStorages:
         Args:
             backbone: the model whose layers are run once each.
         """
-        found, ends = find_layers(backbone), [0]
-        layers = () if found is None else found.layers
+        layers_there, ends = find_layers(backbone), [0]
+        layers = () if layers_there is None else layers_there.layers
         hooks = [layer.register_forward_hook(lambda *given: ends.append(self.num_bytes)) for layer in layers]
         try:
             yield

@@ -93,12 +93,12 @@ class Subject:
         for name in self.model.tasks:
             # As in training: gradients are added to flat buffers, so that no measurement allocates any.
             self.model.registry.slab_of(name).bind_gradients()
-        found: dict[int, LinearGroup] = {}
+        group_of: dict[int, LinearGroup] = {}
         for module in self.model.backbone.base_model.modules():
             forward = module.__dict__.get("forward")
             if isinstance(forward, MultiplexedForward) and forward.group is not None:
-                found.setdefault(id(forward.group), forward.group)
-        self.groups = list(found.values())
+                group_of.setdefault(id(forward.group), forward.group)
+        self.groups = list(group_of.values())
         base_model = language_model(self.model.backbone)
         # The parent module and the name of the list of decoder layers.
         self._layer_list = next(

@@ -258,21 +258,21 @@ def parse_devices(text: str | Cluster) -> Cluster:
     """
     if isinstance(text, Cluster):
         return text
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
     names = {name.lower(): name for name in DEVICES}
     allowed = f'a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB, or 8x4xA100-80GB for 8 nodes of 4'
-    if found is None:
+    if match is None:
         raise ValueError(f"devices must be {allowed}, got {text!r}.")
-    name = found[3].lower()
+    name = match[3].lower()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         fix = f" Did you mean {names[close[0]]}?" if close else ""
-        raise ValueError(f"devices must be {allowed}, got {text!r}, whose device {found[3]!r} is not known.{fix}")
+        raise ValueError(f"devices must be {allowed}, got {text!r}, whose device {match[3]!r} is not known.{fix}")
     # A single number is of devices: it matches the first group.
-    num_nodes, per_node = (int(found[1]), int(found[2])) if found[2] else (1, int(found[1] or 1))
+    num_nodes, per_node = (int(match[1]), int(match[2])) if match[2] else (1, int(match[1] or 1))
     count = num_nodes * per_node
     if count < 1:
         raise ValueError(f"devices must be {allowed}, got {text!r}. The count is 1 or more.")
     device = DEVICES[names[name]]
-    devices_per_node = per_node if found[2] else min(count, DEVICES_PER_NODE)
+    devices_per_node = per_node if match[2] else min(count, DEVICES_PER_NODE)
     return Cluster(device, count, devices_per_node, device.link, _INTER_NODE)

@@ -195,7 +195,7 @@ class CostModel:
 
     def pass_work(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> PassWork:
         """Return the total load of each of P passes; the `task` of a member counts these loads."""
-        members = [(number, *member) for number, own in enumerate(passes) for member in own]
+        members = [(number, *member) for number, loads_of_pass in enumerate(passes) for member in loads_of_pass]
         number, task, _, start, end, shared = np.array(members, dtype=np.int64).reshape(len(members), 6).T
         tokens = np.zeros((len(passes), len(loads)))
         np.add.at(tokens, (number, task), end - start - shared)
@@ -396,7 +396,7 @@ class CostModel:
         if profile.attention_call_s:
             # A micro-batch of a C-th of the sequences has at most as many groups as sequences.
             groups = [{-(-length // _LENGTH_STEP) for length in load.lengths} for load in loads_in_order]
-            has_group = np.array([[group in own for group in sorted(set().union(*groups))] for own in groups])
+            has_group = np.array([[group in present for group in sorted(set().union(*groups))] for present in groups])
             for start in range(num_tasks):
                 calls[start, start:] = np.logical_or.accumulate(has_group[start:]).sum(axis=1)
             calls = np.minimum(calls, range_sums(num_rows))

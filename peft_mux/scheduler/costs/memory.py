@@ -160,12 +160,12 @@ class MemoryModel:
 
     def activation_bytes(self, tokens: float, stage: int = 0) -> int:
         """Return the bytes that one micro-batch in flight keeps on a stage for its backward: M_a of Eq. 5."""
-        whole, own = (
+        whole, part = (
             activation_bytes_per_token(self.shape, checkpointing=self.checkpointing, devices=devices)
             for devices in (1, self.devices_per_stage)
         )
         # What was counted is divided as the formula is.
-        per_token = own if self.activation_bytes_per_token is None else self.activation_bytes_per_token * own / whole
+        per_token = part if self.activation_bytes_per_token is None else self.activation_bytes_per_token * part / whole
         return math.ceil(tokens * per_token * (self._num_layers(stage) / self.shape.num_layers))
 
     def workspace_bytes(self, tokens: float, stage: int = 0, loads: Sequence[TaskLoad] = ()) -> int:

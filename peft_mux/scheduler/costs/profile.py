@@ -161,10 +161,10 @@ class AdapterTable:
         # Trilinear: each of the eight corners around a point counts by how near it is.
         index, weight = [], np.ones(())
         for place, ((lower, way, _), size) in enumerate(zip(axes, values.shape, strict=True)):
-            own = [1] * 3
-            own[place] = 2
-            index.append(np.stack([lower, np.minimum(lower + 1, size - 1)]).reshape(*own, *r.shape))
-            weight = weight * np.stack([1 - way, way]).reshape(*own, *r.shape)
+            shape = [1] * 3
+            shape[place] = 2
+            index.append(np.stack([lower, np.minimum(lower + 1, size - 1)]).reshape(*shape, *r.shape))
+            weight = weight * np.stack([1 - way, way]).reshape(*shape, *r.shape)
         result = (weight * values[tuple(index)]).reshape(8, *r.shape).sum(axis=0)
         if grows:
             if len(self.tokens) == 1:  # a single point has no slope to continue
@@ -231,7 +231,7 @@ class Parts(NamedTuple):
 
     def times(self, factors: Parts) -> Parts:
         """Return these seconds, each part multiplied by its factor."""
-        return Parts(*(own * factor for own, factor in zip(self, factors, strict=True)))
+        return Parts(*(part * factor for part, factor in zip(self, factors, strict=True)))
 
     def __str__(self) -> str:
         """Return the numbers in words, two decimals each."""
@@ -363,7 +363,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         return kind(**{name: from_plain(kinds[name], item) for name, item in value.items()})
     if isinstance(value, list):
         kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
-        return tuple(from_plain(own, item) for own, item in zip(kinds, value, strict=False))
+        return tuple(from_plain(kind_of_item, item) for kind_of_item, item in zip(kinds, value, strict=False))
     return value
 
 

@@ -150,7 +150,7 @@ class RowMix:
             ValueError: for sequences of a bucket that the sample has no row of.
         """
         ends = np.searchsorted(self._lengths, np.asarray(boundaries), side="right")
-        found: list[list[int]] = [[] for _ in range(self._num_tasks)]
+        rows_of_task: list[list[int]] = [[] for _ in range(self._num_tasks)]
         for start, end, boundary, count in zip([0, *ends[:-1]], ends, boundaries, counts, strict=True):
             if not count:
                 continue
@@ -161,8 +161,8 @@ class RowMix:
                 )
             by_task = np.lexsort((self._lengths[start:end], self._owners[start:end])) + start
             for place in by_task[((np.arange(count) + 0.5) * (end - start) / count).astype(np.int64)].tolist():
-                found[int(self._owners[place])].append(int(self._lengths[place]))
-        return tuple(map(tuple, found))
+                rows_of_task[int(self._owners[place])].append(int(self._lengths[place]))
+        return tuple(map(tuple, rows_of_task))
 
 
 class DeploymentPricer:
@@ -240,15 +240,15 @@ class DeploymentPricer:
             tried.append(self._priced(groups, spread))
             if self.learn(tried[-1]) <= _CLOSE:
                 break
-        return min(tried, key=lambda one: one.step_s)
+        return min(tried, key=lambda priced: priced.step_s)
 
     def learn(self, priced: PricedDeployment) -> float:
         """Correct the curve by the slowest replica of each configuration; return the largest relative change."""
         before, changes = self.model.slowness, [0.0]
         for config in dict.fromkeys(group.config for group in priced.groups):
-            replicas = [one for one in priced.replicas if one.config == config and one.htasks]
+            replicas = [replica for replica in priced.replicas if replica.config == config and replica.htasks]
             if replicas:
-                slowest = max(replicas, key=lambda one: one.step_s)
+                slowest = max(replicas, key=lambda replica: replica.step_s)
                 slowness = slowest.step_s / self._predicted_s(self._curve, config, slowest.counts)
                 changes.append(abs(slowness / before[config] - 1))
                 self._slowness[config] = slowness
@@ -345,7 +345,7 @@ def compose_deployment(
         while True:
             (groups,) = task_fused(tasks, num_gpus, pricer.model, interval=interval, exchange=exchange).deployments
             if groups in priced:
-                return min((one for one in priced.values() if len(one.groups) == 1), key=lambda one: one.step_s)
+                return min((done for done in priced.values() if len(done.groups) == 1), key=lambda done: done.step_s)
             priced[groups] = pricer.price(groups, deadline=deadline)
 
     fastest_equal()
@@ -353,9 +353,9 @@ def compose_deployment(
     sizes = [config.num_gpus for config in curve.configurations if config.num_gpus <= num_gpus]
     # L proposes configurations by the throughput of many full micro-batches, which light loads do not have.
     proposal = count_plans(num_gpus, sizes) > MOST_DEPLOYMENTS
-    found = single
+    proposed = single
     while (left_s := deadline - time.perf_counter()) > 0:
-        found = plan_deployment(
+        proposed = plan_deployment(
             lengths,
             global_batch,
             num_gpus,
@@ -365,7 +365,7 @@ def compose_deployment(
             exchange=exchange,
             **search,
         )
-        new = [groups for groups in _near_best(found, curve) if groups not in priced]
+        new = [groups for groups in _near_best(proposed, curve) if groups not in priced]
         for groups in new:
             if time.perf_counter() > deadline:
                 break
@@ -374,12 +374,12 @@ def compose_deployment(
             break
     equal = fastest_equal()
     # Of equally fast ones the first, and so the choice of one curve.
-    best = min(priced.values(), key=lambda one: one.step_s)
+    best = min(priced.values(), key=lambda done: done.step_s)
     pricer.learn(best)
     model = pricer.model
     return ComposedDeployment(
         plan=replace(
-            _with_chosen(best.groups, found, single),
+            _with_chosen(best.groups, proposed, single),
             groups=best.groups,
             bucketing=single.bucketing,
             expected=dispatch(best.groups, single.bucketing, model, time_limit_s=_DISPATCH_LIMIT_S),
@@ -405,20 +405,22 @@ def _near_best(plan: DeploymentPlan, curve: ReplicaTimeModel) -> list[tuple[Repl
 
     # Within the error of the model, whole plans may turn the order round.
     limit_s = _NEAR * min(map(least_s, plan.candidates))
-    near = sorted((one for one in plan.candidates if least_s(one) <= limit_s), key=least_s)
-    found = [replica_groups(plan.configurations, one.counts, curve) for one in near[:_PRICED_A_SEARCH]]
-    return list(dict.fromkeys([plan.groups, *found]))
+    near = sorted((candidate for candidate in plan.candidates if least_s(candidate) <= limit_s), key=least_s)
+    groups = [replica_groups(plan.configurations, candidate.counts, curve) for candidate in near[:_PRICED_A_SEARCH]]
+    return list(dict.fromkeys([plan.groups, *groups]))
 
 
 def _with_chosen(groups: Sequence[ReplicaGroup], *plans: DeploymentPlan) -> DeploymentPlan:
     """Return the first plan whose configurations include those of a deployment, with that first in its table."""
     counts = {group.config: group.count for group in groups}
     plan = next((plan for plan in plans if counts.keys() <= set(plan.configurations)), plans[-1])
-    own = tuple(counts.get(config, 0) for config in plan.configurations)
+    chosen_counts = tuple(counts.get(config, 0) for config in plan.configurations)
     others = [
-        replace(one, verdict="slower by whole plans") if one.verdict == "chosen" else one
-        for one in plan.candidates
-        if one.counts != own
+        replace(candidate, verdict="slower by whole plans") if candidate.verdict == "chosen" else candidate
+        for candidate in plan.candidates
+        if candidate.counts != chosen_counts
     ]
-    chosen = [replace(one, verdict="chosen") for one in plan.candidates if one.counts == own]
+    chosen = [
+        replace(candidate, verdict="chosen") for candidate in plan.candidates if candidate.counts == chosen_counts
+    ]
     return replace(plan, candidates=(*chosen, *others))

@@ -173,11 +173,13 @@ class DeploymentPlan:
             rows.append((str(group), *numbers))
         lines += ["", *aligned(rows, indent="  ")]
         rows = [("candidate", "Theorem 1", "bound s", "step s", "verdict")]
-        for one in self.candidates[:_SUMMARY_CANDIDATES]:
-            counts = zip(self.configurations, one.counts, strict=True)
+        for candidate in self.candidates[:_SUMMARY_CANDIDATES]:
+            counts = zip(self.configurations, candidate.counts, strict=True)
             replicas = ", ".join(f"{config}x{count}" for config, count in counts if count)
-            step = "-" if one.step_s is None else f"{one.step_s:.3f}"
-            rows.append((replicas, f"{one.length_based_s:.3f}", f"{one.bound_s:.3f}", step, one.verdict))
+            step = "-" if candidate.step_s is None else f"{candidate.step_s:.3f}"
+            rows.append(
+                (replicas, f"{candidate.length_based_s:.3f}", f"{candidate.bound_s:.3f}", step, candidate.verdict)
+            )
         lines += ["", *aligned(rows, (0, 4), "  ")]
         considered = stats.num_enumerated - stats.num_too_short
         if considered > _SUMMARY_CANDIDATES:

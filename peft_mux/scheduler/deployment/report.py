@@ -106,11 +106,11 @@ class DeploymentReport:
                 f"{composed.fit_error:.1%}",
             ]
             rows = [["replicas", "sequences", "seconds", "buckets", "hTasks, each with its passes"]]
-            for one in composed.chosen.replicas:
-                htasks = zip(one.htasks, one.micro_batches, strict=True)
+            for replica in composed.chosen.replicas:
+                htasks = zip(replica.htasks, replica.micro_batches, strict=True)
                 parts = ", ".join(f"{' + '.join(names)} x{passes}" for names, passes in htasks)
-                numbers = str(one.num_sequences), f"{one.step_s:.4f}", str(one.num_buckets)
-                rows.append([f"{one.config}x{one.num_replicas}", *numbers, parts or "-"])
+                numbers = str(replica.num_sequences), f"{replica.step_s:.4f}", str(replica.num_buckets)
+                rows.append([f"{replica.config}x{replica.num_replicas}", *numbers, parts or "-"])
             lines += aligned(rows, (0, 4), "  ")
             lines.append("")
         step_s = plan.expected_step_s if composed is None else composed.chosen.step_s
@@ -148,7 +148,7 @@ class DeploymentReport:
         kept = "devices times_from fit_error limit_bytes lengths notes".split()
         counts = "fit_error num_priced num_plans num_unplanned planning_s".split()
         planned = composed and {
-            "rows": [asdict(one) for one in composed.chosen.replicas],
+            "rows": [asdict(replica) for replica in composed.chosen.replicas],
             "step_s": composed.chosen.step_s,
             "single_layout": layout_text(composed.single.groups),
             "single_step_s": composed.single.step_s,
@@ -156,13 +156,13 @@ class DeploymentReport:
         }
         alternatives = [
             {
-                "name": one.name,
-                "layouts": list(map(layout_text, one.deployments)),
-                "step_s": sum(one.step_s) if one.deployments else None,
-                "gpu_seconds": one.gpu_seconds if one.deployments else None,
-                "note": one.note,
+                "name": baseline.name,
+                "layouts": list(map(layout_text, baseline.deployments)),
+                "step_s": sum(baseline.step_s) if baseline.deployments else None,
+                "gpu_seconds": baseline.gpu_seconds if baseline.deployments else None,
+                "note": baseline.note,
             }
-            for one in self.alternatives
+            for baseline in self.alternatives
         ]
         return json.dumps(
             {
@@ -212,7 +212,7 @@ def save_deployment(report: DeploymentReport, path: str | Path) -> Path:
             tokens = [group[bucket] * boundary for group in dispatch.counts]
             color = palette(bucket / max(1, len(dispatch.boundaries) - 1))
             tokens_axes.bar(names, tokens, bottom=bottom, color=color, label=str(boundary))
-            bottom = [below + own for below, own in zip(bottom, tokens, strict=True)]
+            bottom = [below + height for below, height in zip(bottom, tokens, strict=True)]
     axes[0][0].set_ylabel("seconds a step")
     axes[1][0].set_ylabel("tokens a step, padded")
     axes[1][-1].legend(title="padded to", fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))

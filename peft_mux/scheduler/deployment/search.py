@@ -348,5 +348,5 @@ def _solved_first(kept: BoundedPlans, search: BestFirstSearch) -> list[Candidate
         verdict = "chosen" if row == search.best_row else f"not faster ({answer.status})"
         table[row] = replace(table[row], step_s=answer.step_s, verdict=verdict)
     # The chosen one comes first, even if others are as fast.
-    table.sort(key=lambda one: (one.verdict != "chosen", np.inf if one.step_s is None else one.step_s))
+    table.sort(key=lambda row: (row.verdict != "chosen", np.inf if row.step_s is None else row.step_s))
     return table

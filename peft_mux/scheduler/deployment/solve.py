@@ -109,11 +109,11 @@ def restrict(full: DispatchProblem, counts: np.ndarray) -> DispatchProblem:
 
 def times_by_rules(full: DispatchProblem, plans: Iterable[np.ndarray]) -> np.ndarray:
     """Return the seconds of deployments by the rules alone: never below what `solve_plan` would find."""
-    found = []
+    step_s = []
     for counts in plans:
         problem = restrict(full, counts)
-        found.append(float(problem.group_s(relocate(problem, length_based(problem))).max()))
-    return np.array(found)
+        step_s.append(float(problem.group_s(relocate(problem, length_based(problem))).max()))
+    return np.array(step_s)
 
 
 class BestFirstSearch:

@@ -72,18 +72,18 @@ def solve_ilp(
     }
     all_used: dict[int, Any] = {}
     for group, constant_s in enumerate(problem.constant_s.tolist()):
-        own = {bucket: x for (member, bucket), x in ceilings.items() if member == group}
-        terms = [float(problem.sequence_s[group, bucket]) / unit_s * x for bucket, x in own.items()]
-        if constant_s and own:
+        ceilings_of_group = {bucket: x for (member, bucket), x in ceilings.items() if member == group}
+        terms = [float(problem.sequence_s[group, bucket]) / unit_s * x for bucket, x in ceilings_of_group.items()]
+        if constant_s and ceilings_of_group:
             # u_i: a group that gets no sequence does not pay its constant.
             used = all_used[group] = new_variable(f"used_{group}", cat="Binary")
             terms.append(constant_s / unit_s * used)
-            for bucket, x in own.items():
+            for bucket, x in ceilings_of_group.items():
                 programme += x <= int(most[group, bucket]) * used
         programme += pulp.lpSum(terms) <= makespan
     for bucket, num_sequences in enumerate(problem.num_sequences.tolist()):
         if num_sequences:
-            held = [int(problem.num_replicas[group]) * x for (group, own), x in ceilings.items() if own == bucket]
+            held = [int(problem.num_replicas[group]) * x for (group, other), x in ceilings.items() if other == bucket]
             programme += pulp.lpSum(held) >= num_sequences
     if start_from_known:
         # One left out would count as 0, which is not feasible.
@@ -95,13 +95,13 @@ def solve_ilp(
     programme.solve(_find_solver(pulp, solver, time_limit_s, relative_gap, start_from_known))
     if programme.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None
-    found = np.zeros(problem.sequence_s.shape, dtype=np.int64)
+    counts = np.zeros(problem.sequence_s.shape, dtype=np.int64)
     for place, variable in ceilings.items():
-        found[place] = round(variable.value() or 0.0)
+        counts[place] = round(variable.value() or 0.0)
     # Solvers hold constraints within a tolerance; an answer that rounding makes too small is none.
-    if (problem.num_replicas @ found < problem.num_sequences).any():
+    if (problem.num_replicas @ counts < problem.num_sequences).any():
         return None
-    return found, programme.sol_status == pulp.LpSolutionOptimal
+    return counts, programme.sol_status == pulp.LpSolutionOptimal
 
 
 def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: float, start_from_known: bool) -> Any:

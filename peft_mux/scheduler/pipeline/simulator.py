@@ -123,7 +123,7 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
         for number in range(bucket.num_micro_batches)
         for kind in "FB"
     ]
-    found: list[str] = []
+    all_faults: list[str] = []
     for stage, row in enumerate(template.actions):
         faults = [f"{action} belongs to stage {action.stage}" for action in row if action.stage != stage]
         counts = Counter((a.kind, a.bucket, a.micro_batch, a.chunk, a.step) for a in row)
@@ -145,8 +145,8 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
                 left[action.bucket, action.step] -= 1
                 if action[1:] not in forwarded:
                     faults.append(f"{action} comes before its forward")
-        found += [f"stage {stage}: {fault}" for fault in faults]
-    return found
+        all_faults += [f"stage {stage}: {fault}" for fault in faults]
+    return all_faults
 
 
 def _run(template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Links) -> tuple[list[list[Span]], list[str]]:
@@ -275,7 +275,7 @@ def steady_lower_bound_s(buckets: Sequence[BucketLoad], *, num_chunks: int = 1) 
         num_chunks: virtual stages of a device, as in `lower_bound_s`.
     """
     works = [
-        sum(one.num_micro_batches * (one.forward_s[stage] + one.backward_s[stage]) for one in buckets)
+        sum(bucket.num_micro_batches * (bucket.forward_s[stage] + bucket.backward_s[stage]) for bucket in buckets)
         for stage in range(buckets[0].num_stages)
     ]
     return max(*works, *(lower_bound_s([bucket], num_chunks=num_chunks) for bucket in buckets))

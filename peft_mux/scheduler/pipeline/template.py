@@ -156,8 +156,8 @@ def build_template(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be {', '.join(SCHEDULES)}, got {schedule!r}.")
     if len({bucket.num_stages for bucket in buckets}) != 1:
-        found = ", ".join(f"{bucket.name!r} with {bucket.num_stages}" for bucket in buckets)
-        raise ValueError(f"buckets must be one or more with the same number of stages, got {found or 'none'}.")
+        stages = ", ".join(f"{bucket.name!r} with {bucket.num_stages}" for bucket in buckets)
+        raise ValueError(f"buckets must be one or more with the same number of stages, got {stages or 'none'}.")
     num_stages = buckets[0].num_stages
     room_bytes = None
     if memory_limit_bytes is not None:

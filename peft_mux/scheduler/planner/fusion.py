@@ -234,10 +234,10 @@ def _exact(latencies: Sequence[float], bucket_of: list[int], num_buckets: int) -
             loads[bucket] = load
 
     branch(0, 0)
-    found = [0] * len(order)
+    bucket_of_htask = [0] * len(order)
     for index, bucket in zip(order, best, strict=True):
-        found[index] = bucket
-    return found
+        bucket_of_htask[index] = bucket
+    return bucket_of_htask
 
 
 def _least_squares(loads: Sequence[float], left_s: float) -> float:

@@ -142,16 +142,16 @@ def planned_passes(
         max_tokens: the most tokens of a pass.
     """
     by_name = {load.name: load for load in loads}
-    found = []
+    passes = []
     for number, htask in enumerate(htasks):
-        own = [by_name[name] for name in htask.tasks]
-        tokens, planned = sum(load.tokens for load in own), htask.micro_batches * htask.tokens_per_micro_batch
-        has_shared = any(load.trie is not None for load in own)
+        fused = [by_name[name] for name in htask.tasks]
+        tokens, planned = sum(load.tokens for load in fused), htask.micro_batches * htask.tokens_per_micro_batch
+        has_shared = any(load.trie is not None for load in fused)
         meant = passes_meant(tokens, planned, htask.micro_batches, has_shared=has_shared)
-        for members in cut_into_passes([task_rows(load) for load in own], rules, bound=max_tokens, num_passes=meant):
+        for members in cut_into_passes([task_rows(load) for load in fused], rules, bound=max_tokens, num_passes=meant):
             names = tuple(dict.fromkeys(htask.tasks[member.task] for member in members))
-            found.append(PlannedPass(number, names, sum(member.num_computed for member in members)))
-    return tuple(found)
+            passes.append(PlannedPass(number, names, sum(member.num_computed for member in members)))
+    return tuple(passes)
 
 
 _FEW_LAYERS = (2, 4)
@@ -212,7 +212,7 @@ class TurnTimes:
             direction: forward or backward.
         """
         groups = neighbour_groups(tasks, self.width, may_repeat=self.may_repeat)
-        return math.fsum(self.group_s([parts[index] for index in own], stage, direction) for own in groups)
+        return math.fsum(self.group_s([parts[index] for index in group], stage, direction) for group in groups)
 
     def parts_of(self, cut: CutHTask, stage: int = 0) -> PassParts:
         """Return what a mean pass of an hTask computes between its sums on a stage.
@@ -229,7 +229,7 @@ class TurnTimes:
         passes = [cut for cut in cuts for _ in range(cut.num_passes)]
         tasks = [[load.name for load in cut.loads] for cut in passes]
         groups = turn_groups(tasks, [0] * len(passes), self.width, may_repeat=self.may_repeat)
-        return [[passes[index] for index in own] for own in groups]
+        return [[passes[index] for index in group] for group in groups]
 
     def bucket_fields(self, cuts: Sequence[CutHTask], num_slots: int | None = None) -> dict[str, Any]:
         """Return what a `BucketLoad` holds of the seconds of a bucket.
@@ -243,7 +243,7 @@ class TurnTimes:
         """
         if self.is_known and self.cost.num_stages == 1:
             groups = self.groups_of(cuts)
-            both_s = np.array([[self.group_s([self.parts_of(cut) for cut in own])] for own in groups])
+            both_s = np.array([[self.group_s([self.parts_of(cut) for cut in group])] for group in groups])
             forward_s = self.cost.profile.forward_fraction * both_s
             backward_s = both_s - forward_s
         else:
@@ -279,12 +279,12 @@ class TurnTimes:
         alike: dict[tuple[CutHTask, ...], list[int]] = {}
         for slot, passes in enumerate(slots):
             alike.setdefault(tuple(passes), []).append(slot)
-        for passes, own in alike.items():
+        for passes, numbers in alike.items():
             tasks = [[load.name for load in cut.loads] for cut in passes]
             for stage in range(num_stages):
                 parts = [self.parts_of(cut, stage) for cut in passes]
                 for way, direction in enumerate(directions):
-                    in_turns_s[way, own, stage] = self.action_s(tasks, parts, stage, direction)
+                    in_turns_s[way, numbers, stage] = self.action_s(tasks, parts, stage, direction)
         # Turns are simulated of mean passes; real ones take as much more or less as they do one after another.
         in_turns_s *= np.where(mean_s > 0, stage_s / np.where(mean_s > 0, mean_s, 1.0), 1.0)
         return in_turns_s[0], in_turns_s[1]

@@ -116,10 +116,10 @@ def plan_tasks(
         return Outcome((), (), None, (), 0.0, (), (), budget.max_tokens, None)
 
     def plan_at(width: int) -> Outcome:
-        own = replace(memory, passes_in_turns=width)
+        memory_in_turns = replace(memory, passes_in_turns=width)
         limit = budget.limit_bytes
-        admission = admit(loads, own, limit, budget.max_tokens, running=running, one_only=chosen.runs_alone)
-        search = _Search(admission, cost, own, replace(budget, interleaved_passes=width), chosen)
+        admission = admit(loads, memory_in_turns, limit, budget.max_tokens, running=running, one_only=chosen.runs_alone)
+        search = _Search(admission, cost, memory_in_turns, replace(budget, interleaved_passes=width), chosen)
         return search.outcome(search.fastest())
 
     asked = budget.interleaved_passes
@@ -143,15 +143,15 @@ def plan_tasks(
         return best
     for width in range(2, MOST_PASSES_IN_TURNS + 1):
         try:
-            found = plan_at(width)
+            outcome = plan_at(width)
         except ValueError:  # memory; a wider group holds even more
             break
-        fits = budget.limit_bytes is None or max(found.peak_bytes, default=0) <= budget.limit_bytes
+        fits = budget.limit_bytes is None or max(outcome.peak_bytes, default=0) <= budget.limit_bytes
         # Fewer tasks, or a running one that is too large for so many passes, is no faster plan of the same step. And if
         # sums are hidden, or computing stands still during them, one more pass hides no more.
-        if not fits or found.waiting != best.waiting or found.step_s >= best.step_s * (1 - _LEAST_GAIN_OF_TURNS):
+        if not fits or outcome.waiting != best.waiting or outcome.step_s >= best.step_s * (1 - _LEAST_GAIN_OF_TURNS):
             break
-        best = found
+        best = outcome
     return best
 
 
@@ -286,7 +286,7 @@ class _Search:
         latency_s, counts = self._cheapest_counts()
         # C is 1, as the latencies hold all passes of a step already.
         partitions = self.policy.partitions(latency_s, 1, 1)
-        found = [partition.intervals for partition in partitions]
+        tried = [partition.intervals for partition in partitions]
         in_turns = self.times.is_known or self.width > 1
         if in_turns and any(partition.is_grouped for partition in partitions):
             for num_htasks in range(1, min(len(self.loads), _MOST_HTASKS) + 1):
@@ -294,16 +294,16 @@ class _Search:
                 even_s = _MOST_OVER_MEAN * latency_s[0, -1] / num_htasks
                 for cost in (latency_s, np.where(latency_s <= even_s, latency_s, np.inf)):
                     intervals = cheapest_partition(cost, num_htasks)
-                    found += [] if intervals is None else [intervals]
+                    tried += [] if intervals is None else [intervals]
         # More passes of the same hTasks have neighbours to take turns with, if passes of one task may be neighbours.
         is_free = in_turns and self.times.may_repeat and self.budget.num_micro_batches is None
-        for intervals in dict.fromkeys(found):
+        for intervals in dict.fromkeys(tried):
             for factor in (1, self.width) if is_free else (1,):
                 cuts = []
                 for start, end in intervals:
-                    own, count = self.loads[start:end], int(counts[start, end - 1])
-                    least_tokens = max(_LEAST_PASS_TOKENS, least_pass_tokens(own))
-                    more = min(factor * count, sum(load.tokens for load in own) // least_tokens)
+                    fused, count = self.loads[start:end], int(counts[start, end - 1])
+                    least_tokens = max(_LEAST_PASS_TOKENS, least_pass_tokens(fused))
+                    more = min(factor * count, sum(load.tokens for load in fused) // least_tokens)
                     cuts.append(self._cut((start, end), max(count, more)))
                 most_s = math.inf if self._best is None else self._best.step_s
                 if self._least_s(cuts) < most_s:
@@ -312,12 +312,12 @@ class _Search:
 
     def _cut(self, interval: Interval, count: int) -> CutHTask:
         """Return the hTask of some tasks cut into about `count` passes; remembers what it has cut."""
-        own = self.loads[interval[0] : interval[1]]
+        fused = self.loads[interval[0] : interval[1]]
         if not self.budget.rules.split_long_sequences:  # more passes than rows are as many as rows
-            count = max(1, min(count, sum(len(load.lengths) for load in own)))
+            count = max(1, min(count, sum(len(load.lengths) for load in fused)))
         key = (*interval, count)
         if key not in self._cuts:
-            self._cuts[key] = cut_htask(own, self.cost, self.budget.rules, self.admission.max_tokens, count)
+            self._cuts[key] = cut_htask(fused, self.cost, self.budget.rules, self.admission.max_tokens, count)
         return self._cuts[key]
 
     # --------------------------------------------- seconds of ranges of tasks
@@ -329,15 +329,15 @@ class _Search:
         """
         num_rows = range_sums(np.array([len(load.lengths) for load in self.loads], dtype=float))
         tokens = np.array([load.tokens for load in self.loads], dtype=float)
-        found = np.full(num_rows.shape, np.inf)
+        latency_s = np.full(num_rows.shape, np.inf)
         for count in (*(count for count in _COUNTS if count < num_micro_batches), num_micro_batches):
             if count not in self._latencies:
                 # A task whose own micro-batch is over the bound still runs, but alone.
                 largest = max(self.admission.max_tokens, float(tokens.max()) / count)
                 seconds = self.cost.latency_matrix(self.loads, count)
                 self._latencies[count] = np.where(range_sums(tokens) / count <= largest, seconds, np.inf)
-            found = np.where((num_rows >= count) | (count == 1), self._latencies[count], found)
-        return found
+            latency_s = np.where((num_rows >= count) | (count == 1), self._latencies[count], latency_s)
+        return latency_s
 
     def _cheapest_counts(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return for one stage the least seconds of each range of tasks over numbers of passes, and that number."""
@@ -352,7 +352,9 @@ class _Search:
         counts = np.maximum(1, np.ceil(tokens / max_tokens)).astype(np.int64)
         beyond_s = self.cost.latency_matrix(self.loads, 1) + (counts - 1) * self.cost.profile.pass_s
         best_s = np.full(tokens.shape, np.inf)
-        for count in sorted({*(one for one in _COUNTS if one <= _MOST_COUNT_OF_ONE_STAGE), int(counts[0, -1])}):
+        for count in sorted(
+            {*(number for number in _COUNTS if number <= _MOST_COUNT_OF_ONE_STAGE), int(counts[0, -1])}
+        ):
             latency_s = self.cost.latency_matrix(self.loads, count)
             # A pass may be larger than allowed only if a single sequence is, and never smaller than is useful.
             is_useful = (count == 1) | (tokens / count >= np.maximum(_LEAST_PASS_TOKENS, longest))
@@ -368,12 +370,12 @@ class _Search:
         If the pipeline is not drained, the work alone counts. Templates run the longest bucket first (M Lemma 1), which
         is at least as long as the longest hTask.
         """
-        own = [cut.stage_s for cut in cuts if cut.passes]
-        if not own:
+        stages_s = [cut.stage_s for cut in cuts if cut.passes]
+        if not stages_s:
             return 0.0
-        work_s = sum(stage_s.sum(axis=0) for stage_s in own)
-        shortest_s = np.min([stage_s.min(axis=0) for stage_s in own], axis=0)
-        longest_s = max(own, key=lambda stage_s: stage_s[:, 0].mean()).min(axis=0)
+        work_s = sum(stage_s.sum(axis=0) for stage_s in stages_s)
+        shortest_s = np.min([stage_s.min(axis=0) for stage_s in stages_s], axis=0)
+        longest_s = max(stages_s, key=lambda stage_s: stage_s[:, 0].mean()).min(axis=0)
         fraction = self.cost.profile.forward_fraction
         way_s = fraction * longest_s + (1.0 - fraction) * shortest_s
         before_s = np.concatenate(([0.0], np.cumsum(way_s)[:-1])) * self.drains
@@ -382,7 +384,7 @@ class _Search:
             return least_s
         # Turns may hide all sums, and nothing else.
         parts = [self.times.parts_of(cut, stage) for cut in cuts for stage in self.stages]
-        return least_s * min(one.computed_share(self.cost.shape.num_layers) for one in parts)
+        return least_s * min(part.computed_share(self.cost.shape.num_layers) for part in parts)
 
     def _compare(self, cuts: list[CutHTask], count: int, most_s: float, *, is_grouped: bool) -> None:
         """Simulate the groupings of a partition into each number of buckets; keep one that takes less than `most_s`."""
@@ -411,24 +413,24 @@ class _Search:
                 continue
             for schedule in schedules:
                 try:
-                    found = self._scheduled(cuts, buckets, bucket_loads, *schedule)
+                    grouping = self._scheduled(cuts, buckets, bucket_loads, *schedule)
                 except ValueError as error:  # one micro-batch of some bucket does not fit
                     self._fault = error
                     break
                 # Of equally fast ones the first stays: fewer buckets, and M's template before plain 1F1B.
-                if found.step_s < most_s:
-                    self._best, self._best_count, most_s = found, count, found.step_s
-                elif found.step_s > _HOPELESS * most_s:
+                if grouping.step_s < most_s:
+                    self._best, self._best_count, most_s = grouping, count, grouping.step_s
+                elif grouping.step_s > _HOPELESS * most_s:
                     break
 
     def _bucket_load(self, cuts: Sequence[CutHTask], bucket: Sequence[int]) -> BucketLoad:
         """Return the cost of a bucket, without a name: its hTasks run within one clock, and their times add up."""
-        own = [cuts[index] for index in bucket]
-        fields = self.times.bucket_fields(own)
+        members = [cuts[index] for index in bucket]
+        fields = self.times.bucket_fields(members)
         # A clock may hold the largest passes of all its hTasks at once.
-        held_tokens = sum(cut.held_tokens for cut in own)
+        held_tokens = sum(cut.held_tokens for cut in members)
         # Hidden states [T, D] go up the pipeline, and gradients of the same size come down.
-        sent_tokens = sum(sum(cut.tokens) for cut in own) / fields["num_micro_batches"]
+        sent_tokens = sum(sum(cut.tokens) for cut in members) / fields["num_micro_batches"]
         return BucketLoad(
             name="",
             activation_bytes=tuple(
@@ -478,9 +480,9 @@ class _Search:
 
     # ------------------------------------------------------------------- plan
 
-    def outcome(self, found: _Grouping) -> Outcome:
+    def outcome(self, grouping: _Grouping) -> Outcome:
         """Return a grouping as a plan, with what it holds."""
-        cuts, buckets, max_tokens = found.cuts, found.buckets, self.admission.max_tokens
+        cuts, buckets, max_tokens = grouping.cuts, grouping.buckets, self.admission.max_tokens
         if self.cost.num_stages == 1:
             # hTasks are in the order in which they run.
             cuts = [cuts[index] for bucket in buckets for index in bucket]
@@ -495,7 +497,7 @@ class _Search:
             in_flight = 1
             if self.width > 1:
                 in_flight = max(
-                    len(own) for bucket in buckets for own in self.times.groups_of([cuts[i] for i in bucket])
+                    len(group) for bucket in buckets for group in self.times.groups_of([cuts[i] for i in bucket])
                 )
             memory = self.memory.estimate(self.loads, largest, in_flight)
             peak_bytes = (memory.peak_bytes,)
@@ -503,8 +505,8 @@ class _Search:
             held_bytes = self._held_bytes(cuts)
             workspace_bytes = [held - static for held, static in zip(held_bytes, self.static_bytes, strict=True)]
             # These peaks are of micro-batches in flight alone.
-            in_flight_bytes = found.simulation.peak_bytes
-            peak_bytes = tuple(own + peak for own, peak in zip(held_bytes, in_flight_bytes, strict=True))
+            in_flight_bytes = grouping.simulation.peak_bytes
+            peak_bytes = tuple(held + peak for held, peak in zip(held_bytes, in_flight_bytes, strict=True))
             if self.limits is not None:
                 pairs = zip(peak_bytes, self.limits, strict=True)
                 assert all(peak <= limit for peak, limit in pairs), "templates keep within their limits"
@@ -538,15 +540,15 @@ class _Search:
         return Outcome(
             htasks=htasks,
             buckets=buckets,
-            template=found.template,
-            bucket_loads=found.bucket_loads,
-            step_s=found.step_s + self.cost.outside_s(self.loads),
+            template=grouping.template,
+            bucket_loads=grouping.bucket_loads,
+            step_s=grouping.step_s + self.cost.outside_s(self.loads),
             peak_bytes=peak_bytes,
             waiting=self.admission.waiting,
             max_tokens=max_tokens,
             memory=memory,
             passes=planned_passes(htasks, self.loads, self.budget.rules, max_tokens),
-            turns=None if self.width == 1 else self._turn_plan(cuts, found.bucket_loads),
+            turns=None if self.width == 1 else self._turn_plan(cuts, grouping.bucket_loads),
         )
 
     def _turn_plan(self, cuts: Sequence[CutHTask], bucket_loads: Sequence[BucketLoad]) -> TurnPlan:
@@ -561,7 +563,7 @@ class _Search:
                     for direction in directions
                 )
                 together_s = sum(
-                    one.num_micro_batches * (one.forward_s[stage] + one.backward_s[stage]) for one in bucket_loads
+                    load.num_micro_batches * (load.forward_s[stage] + load.backward_s[stage]) for load in bucket_loads
                 )
                 saved_s = max(saved_s, apart_s - together_s)
         return TurnPlan(self.width, tuple(self.times.parts_of(cut) for cut in cuts), saved_s)
@@ -641,7 +643,7 @@ def admit(
         if limit_bytes is not None and load.name not in running:
             lacking = needed_bytes([*admitted, load]) - limit_bytes
             if lacking > 0:
-                company = ", ".join(one.name for one in admitted) or "the backbone"
+                company = ", ".join(neighbour.name for neighbour in admitted) or "the backbone"
                 reason = f"{bytes_text(lacking)} too much next to {company}; runs when others end"
                 waiting.append(Waiting(load.name, reason))
                 continue
@@ -657,7 +659,7 @@ def admit(
     return Admission(
         admitted=tuple(admitted),
         in_order=tuple(sorted(admitted, key=lambda load: place[load.name])),
-        waiting=tuple(sorted(waiting, key=lambda one: place[one.name])),
+        waiting=tuple(sorted(waiting, key=lambda task: place[task.name])),
         max_tokens=max_tokens,
     )
 

@@ -69,13 +69,13 @@ def _best_cut(
     """Return the least joined cost of all stages, and the cut that has it; of several, that with most layers first."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage, room in enumerate(most):
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        best_up_to: dict[int, tuple[float, tuple[int, ...]]] = {}
         for first, (cost, fewer) in best.items():
             for layers in range(least, min(room, num_layers - first) + 1):
                 # Layers are counted downwards, so that the least of equal costs has most of them first.
                 cut = joined(cost, stage_cost(stage, first, layers)), (*fewer, -layers)
-                found[first + layers] = min(cut, found.get(first + layers, cut))
-        best = found
+                best_up_to[first + layers] = min(cut, best_up_to.get(first + layers, cut))
+        best = best_up_to
     cost, negative = best[num_layers]
     return cost, tuple(-layers for layers in negative)
 

@@ -70,7 +70,7 @@ class ReplicaPlanner:
         if outcome is None:
             return math.inf
         # A replica updates the adapters of all tasks, also of those whose rows of a step lie elsewhere.
-        idle = [load for load, own in zip(self.facts.loads, rows, strict=True) if not own]
+        idle = [load for load, lengths in zip(self.facts.loads, rows, strict=True) if not lengths]
         return outcome.step_s + self._models_of(config)[0].optimizer_s(idle)
 
     def plan(
@@ -100,35 +100,35 @@ class ReplicaPlanner:
                 once. The rows have a plan.
             links: the links between its stages.
         """
-        found = {load.name: 0.0 for load in self.facts.loads}
+        ends_s = {load.name: 0.0 for load in self.facts.loads}
         links = self.facts.stage_links(config) if links is None else links
         outcome = self.plan(config, rows, links) if any(rows) else None
         if outcome is None or outcome.template is None:
-            return found
+            return ends_s
         for span in simulate(outcome.template, outcome.bucket_loads, links=links).spans:
             if span.action.kind == "B":
                 for htask in outcome.buckets[span.action.bucket]:
                     for name in outcome.htasks[htask].tasks:
-                        found[name] = max(found[name], span.end_s)
-        return found
+                        ends_s[name] = max(ends_s[name], span.end_s)
+        return ends_s
 
     def _new_plan(self, config: ParallelConfig, rows: Rows, links: tuple[Link, ...]) -> Outcome | None:
         facts = self.facts
         cost, memory, longest = self._models_of(config)
-        if longest < max(max(own, default=0) for own in rows):
+        if longest < max(max(lengths, default=0) for lengths in rows):
             return None
         # What each task brings: rows stand for lengths here, and which of them begin with the same tokens is not known.
         loads = [
             replace(
                 load,
-                lengths=own,
+                lengths=lengths,
                 shared=(),
                 trie=None,
-                num_targets=max(1, round(load.num_targets * sum(own) / max(1, load.tokens))),
+                num_targets=max(1, round(load.num_targets * sum(lengths) / max(1, load.tokens))),
                 longest_row_tokens=min(load.longest, longest),
             )
-            for load, own in zip(facts.loads, rows, strict=True)
-            if own
+            for load, lengths in zip(facts.loads, rows, strict=True)
+            if lengths
         ]
         limit_bytes = facts.limit_bytes
         if limit_bytes is not None:

@@ -298,10 +298,10 @@ def fit_layer(measurements: Iterable[LayerTime]) -> dict[int, LayerFit]:
     for measurement in measurements:
         by_degree.setdefault(measurement.tp, []).append(measurement)
     fits = {}
-    for tp, own in sorted(by_degree.items()):
-        lengths = np.array([one.length_tokens for one in own], dtype=np.float64)
-        sizes = np.array([one.num_sequences for one in own], dtype=np.float64)
-        seconds = np.array([one.seconds for one in own])
+    for tp, timed in sorted(by_degree.items()):
+        lengths = np.array([point.length_tokens for point in timed], dtype=np.float64)
+        sizes = np.array([point.num_sequences for point in timed], dtype=np.float64)
+        seconds = np.array([point.seconds for point in timed])
         terms = np.stack([sizes * lengths**2, lengths**2, sizes * lengths, lengths, sizes, np.ones_like(sizes)], axis=1)
         # Divided by what was measured, a perfect fit is 1 everywhere.
         relative = terms / seconds[:, None]
@@ -311,9 +311,9 @@ def fit_layer(measurements: Iterable[LayerTime]) -> dict[int, LayerFit]:
         if np.linalg.matrix_rank(columns) < _NUM_COEFFICIENTS:
             raise ValueError(
                 f"the measurements of tp {tp} must have three or more lengths, each with two or more micro-batch "
-                f"sizes, to separate {_NUM_COEFFICIENTS} terms, got {len(own)} measurements. Measure more."
+                f"sizes, to separate {_NUM_COEFFICIENTS} terms, got {len(timed)} measurements. Measure more."
             )
-        coefficients = _non_negative_least_squares(columns, np.ones(len(own))) / scale
+        coefficients = _non_negative_least_squares(columns, np.ones(len(timed))) / scale
         error = float(np.abs(relative @ coefficients - 1).mean())
         c1, c2, c3, c4, c5, c6 = coefficients.tolist()
         fits[tp] = LayerFit((c1, c2, c3, c4, c5, c6), error)
