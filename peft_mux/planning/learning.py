@@ -32,9 +32,42 @@ from peft_mux.scheduler.planner.passes import TurnTimes, cut_htask
 from peft_mux.scheduler.subgraphs import Direction
 from peft_mux.scheduler.units import MEASURED_TIME, seconds_text
 
+# Tuned constants: prices of passes that ran, the least squares, and when to learn and to look.
 _LEAST_SUMMED = 0.1
 """Smallest share of the wait for all-reduces that counts as their own time, however unequal the ranks are in the
 profile."""
+_NOISE = 0.1
+"""Relative deviation of a measured pass that is noise: equal passes differ as much on a busy host."""
+_FORGETTING = 0.99
+"""Weight of a pass relative to the next one: about a hundred passes count."""
+_RIDGE = 1.0
+"""Deviation of a part's factor from the common one, relative to it, that is expected before anything is measured."""
+_LEAST_SHARE = 0.1
+"""The fixed time of a pass, and the time between passes, may be far from any profile: they may take this share of a
+pass, however little was predicted. Times that grow with tokens and lengths may not: a factor of noise over almost
+nothing would be extrapolated to the tokens of larger passes."""
+_OVERHEADS = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+_ROUNDS = 4
+"""Iterations: each widens the ridge of overheads to the factors found, so that it acts almost on their logarithms."""
+_LEAST_FACTOR = 0.02
+_LEAST_OF_COMMON = 0.1
+"""Lower bound of a part's factor, relative to the one factor of all parts."""
+_OUTLIER = 3.0
+"""Passes whose residual is more than this many times the usual one count less."""
+_KINDS = {Parts._fields.index("optimizer"): 1, Parts._fields.index("communication"): 2}
+"""Kinds of measurements, whose noise differs, by the part with most of the predicted seconds; all others are of kind
+0."""
+_COMPUTED = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+"""The parts that one device computes, which are slower or faster together; links are independent of them."""
+
+_MOST_PASSES = 4
+"""Passes of each step that are learnt from, different ones in the next step: pricing a pass takes host time."""
+_EVERY_STEP, _SOME_STEPS = 20, 5
+"""The first 20 steps under a plan are learnt from, then every fifth: more of the same adds little."""
+_SAME = 0.1
+"""Factors whose logarithms differ by less do not justify looking for another plan."""
+_FORECAST_STEPS = 5
+"""Steps before a forecast is corrected; the first one under a plan does not count in the ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,39 +145,6 @@ class PassPrices:
 
 
 # ------------------------------------------------------------------- learning
-
-_NOISE = 0.1
-"""Relative deviation of a measured pass that is noise: equal passes differ as much on a busy host."""
-_FORGETTING = 0.99
-"""Weight of a pass relative to the next one: about a hundred passes count."""
-_RIDGE = 1.0
-"""Deviation of a part's factor from the common one, relative to it, that is expected before anything is measured."""
-_LEAST_SHARE = 0.1
-"""The fixed time of a pass, and the time between passes, may be far from any profile: they may take this share of a
-pass, however little was predicted. Times that grow with tokens and lengths may not: a factor of noise over almost
-nothing would be extrapolated to the tokens of larger passes."""
-_OVERHEADS = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
-_ROUNDS = 4
-"""Iterations: each widens the ridge of overheads to the factors found, so that it acts almost on their logarithms."""
-_LEAST_FACTOR = 0.02
-_LEAST_OF_COMMON = 0.1
-"""Lower bound of a part's factor, relative to the one factor of all parts."""
-_OUTLIER = 3.0
-"""Passes whose residual is more than this many times the usual one count less."""
-_KINDS = {Parts._fields.index("optimizer"): 1, Parts._fields.index("communication"): 2}
-"""Kinds of measurements, whose noise differs, by the part with most of the predicted seconds; all others are of kind
-0."""
-_COMPUTED = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
-"""The parts that one device computes, which are slower or faster together; links are independent of them."""
-
-_MOST_PASSES = 4
-"""Passes of each step that are learnt from, different ones in the next step: pricing a pass takes host time."""
-_EVERY_STEP, _SOME_STEPS = 20, 5
-"""The first 20 steps under a plan are learnt from, then every fifth: more of the same adds little."""
-_SAME = 0.1
-"""Factors whose logarithms differ by less do not justify looking for another plan."""
-_FORECAST_STEPS = 5
-"""Steps before a forecast is corrected; the first one under a plan does not count in the ratio."""
 
 
 class TimeCorrection:
