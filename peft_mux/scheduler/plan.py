@@ -216,12 +216,8 @@ class Plan:
         """
         return VIEWS["save_gantt"](self, path)
 
-    def __str__(self) -> str:
-        """Return `summary()`."""
-        return self.summary()
-
     def __repr__(self) -> str:
-        """Return `summary()`: at a prompt the fields would be pages long."""
+        """Return `summary()`, also for `str`: at a prompt the fields would be pages long."""
         return self.summary()
 
     def _repr_html_(self) -> str:

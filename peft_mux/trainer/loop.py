@@ -25,7 +25,6 @@ from accelerate.utils.memory import clear_device_cache
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
-from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
 from peft_mux.engine.executor import first_line, is_out_of_memory
 from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
@@ -35,7 +34,6 @@ from peft_mux.reporting.callbacks import hears_steps
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.control import Control
 from peft_mux.trainer.evaluation import TaskEvaluator
-from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
@@ -51,9 +49,7 @@ class TrainingLoop:
     Args:
         run: the present run.
         placement: the model of this process.
-        plans: the plan that is followed, and the work of each step.
-        measured: what steps took, compared with their plan.
-        collator: packs rows into micro-batches.
+        plans: the plan that is followed, the work of each step, and what it took.
 
     Attributes:
         opening: prepares everything for the next step.
@@ -65,20 +61,13 @@ class TrainingLoop:
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        placement: Placement,
-        plans: PlanFollower,
-        measured: Measurements,
-        collator: ChunkPackingCollator,
-    ) -> None:
-        self._run, self._placement, self._plans, self._measured = run, placement, plans, measured
+    def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
+        self._run, self._placement, self._plans, self._measured = run, placement, plans, plans.measured
         self.opening = Opening(run, placement, plans)
         self.membership = Membership(run, placement, plans)
         self.relocation = Relocation(run, placement, plans)
-        self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator)
-        self.reporter = Reporter(run, plans, measured)
+        self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, plans.planner.collator)
+        self.reporter = Reporter(run, plans)
         self.control = Control(run, self.membership)
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()

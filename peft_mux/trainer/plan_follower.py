@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatch import BatchRows, DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.steps import BatchesAhead, StepSource
@@ -40,27 +39,20 @@ class PlanFollower:
     Args:
         run: the present run.
         placement: the model of this process, which starts the tasks that a plan admits.
-        planner: makes the plans of this run.
-        collator: packs the rows of each step.
-        measured: compares each step with the plan that it follows.
+        planner: makes the plans of this run, and has the collator that packs its rows.
 
     Attributes:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
+        measured: compares each step with the plan that it follows.
         ahead: rows that were read before their step.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        placement: Placement,
-        planner: Planner,
-        collator: ChunkPackingCollator,
-        measured: Measurements,
-    ) -> None:
+    def __init__(self, run: Run, placement: Placement, planner: Planner) -> None:
         self.planner = planner
+        self.measured = Measurements(run, placement, planner)
         self.current: Plan | None = None
-        self._run, self._placement, self._collator, self._measured = run, placement, collator, measured
+        self._run, self._placement = run, placement
         # Rows that were read early belong to their tasks, and outlive a plan.
         self.ahead = BatchesAhead(run.log.note_own_code)
         self._steps: StepSource | None = None
@@ -74,7 +66,7 @@ class PlanFollower:
     def follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
         self.planner.model, self.planner.num_replicas = self._placement.outline, self._run.layout.num_replicas
-        self._measured.forget_replicas()
+        self.measured.forget_replicas()
 
     # ------------------------------------------------------------------ plans
 
@@ -153,11 +145,11 @@ class PlanFollower:
                 None if layout.are_alike else run_time_model(self.planner, runs, layout),
                 processes,
                 policy=policy,
-                clock=self._measured.dispatch_clock,
+                clock=self.measured.dispatch_clock,
                 rates=self._rates,
                 cuts_rows=args.split_long_sequences,
             )
-            self._measured.dispatch_clock = shares.clock
+            self.measured.dispatch_clock = shares.clock
             # The passes of unequal replicas, whose rows are dispatched as in a step.
             names = {name for htask in plan.htasks for name in htask.tasks}
             loads = [self.planner.load_of(run) for run in runs if run.name in names] if shares.looks_ahead else []
@@ -167,9 +159,9 @@ class PlanFollower:
                 for rows_of, most_tokens in zip(rows, shares.max_tokens, strict=True):
                     bound = min(plan.max_tokens_per_micro_batch, most_tokens or plan.max_tokens_per_micro_batch)
                     parts = [part_of(load, rows_of[load.name]) for load in loads]
-                    passes.append(planned_passes(plan.htasks, parts, self._collator.rules, bound))
+                    passes.append(planned_passes(plan.htasks, parts, self.planner.collator.rules, bound))
                 self.current = plan = replace(plan, passes=tuple(passes))
-            self._steps = StepSource(plan, self._collator, processes, layout, shares, self.ahead)
+            self._steps = StepSource(plan, self.planner.collator, processes, layout, shares, self.ahead)
         if self._placement.is_loaded:
             self._placement.executor.follow(plan)
 
@@ -188,7 +180,7 @@ class PlanFollower:
         if not self._applies_times or self.current is None or steps_since < run.args.replan_steps:
             return False
         self._looked_at = run.state.global_step
-        self._measured.exchange()
+        self.measured.exchange()
         if not correction.differs:
             return False
         running = [one.name for one in run.table.running]
@@ -245,10 +237,10 @@ class PlanFollower:
         """
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
-        self._measured.begin_step()
+        self.measured.begin_step()
         works = self._steps.window(running, num_steps)
         for work in works:
-            self._measured.count_passes(self._steps.plan, work)
+            self.measured.count_passes(self._steps.plan, work)
         self._run.log.step_rows(running)
         if num_steps == 1:
             # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
@@ -267,7 +259,7 @@ class PlanFollower:
         self.replan()
         assert self._steps is not None, "a run that has running tasks follows a plan"
         again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
-        self._measured.count_passes(self._steps.plan, again, repeats=True)
+        self.measured.count_passes(self._steps.plan, again, repeats=True)
         return replace(again, failures={**work.failures, **again.failures})
 
     def balance_replicas(self, process_s: Sequence[float]) -> None:

@@ -24,7 +24,6 @@ from peft_mux.reporting.views import RunView, interrupted, metrics_of, view_of, 
 from peft_mux.scheduler.plan_views import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
 from peft_mux.task import TaskStatus
-from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run, write_task_files
 from peft_mux.user_code import describe_error
@@ -41,16 +40,15 @@ class Reporter:
 
     Args:
         run: the present run.
-        plans: predicts what the steps of the run would take task by task.
-        measured: what steps took, compared with their plan.
+        plans: the plan that is followed, with what it predicted and what was measured.
 
     Attributes:
         pass_reports: planned and executed passes of each replica, from the last training; empty before it.
     """
 
-    def __init__(self, run: Run, plans: PlanFollower, measured: Measurements) -> None:
+    def __init__(self, run: Run, plans: PlanFollower) -> None:
         self.pass_reports: tuple[PassReport, ...] = ()
-        self._run, self._plans, self._measured = run, plans, measured
+        self._run, self._plans, self._measured = run, plans, plans.measured
 
     def log_if_due(self) -> None:
         """Log the losses of all tasks if the arguments or a callback ask for it after this step."""

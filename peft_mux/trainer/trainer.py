@@ -5,7 +5,7 @@ The trainer makes the parts of a run; each of its methods asks one of them::
     Run                    what all parts share: arguments, tasks, state, log, saver, processes     run.py
     Placement              the model of this process                                                placement.py
     PlanFollower           owns the plan: which tasks share their passes, and the work of each step plan_follower.py
-    Measurements           what steps took, compared with their plan, and slow replicas             measurements.py
+      .measured            what steps took, compared with their plan, and slow replicas             measurements.py
     TrainingLoop           takes the steps of `train`, and does what is due between them            loop.py
       .opening             begins and resumes a training                                            opening.py
       .membership          tasks that come, pause, end and leave                                    membership.py
@@ -78,7 +78,6 @@ from peft_mux.trainer.inputs import (
     trainer_constructor,
 )
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
-from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder, write_task_files
@@ -193,12 +192,10 @@ class MultiTaskTrainer(Trainer):
 
         run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table)
         placement = Placement(run, source, described)
-        collator = make_collator(run_args)
-        planner = Planner(placement.outline, source, run_args, collator, num_replicas=run.layout.num_replicas)
-        measured = Measurements(run, placement, planner)
-        plans = PlanFollower(run, placement, planner, collator, measured)
-        self._run, self._placement, self._plans, self._measured = run, placement, plans, measured
-        self._loop = loop = TrainingLoop(run, placement, plans, measured, collator)
+        planner = Planner(placement.outline, source, run_args, make_collator(run_args), run.layout.num_replicas)
+        plans = PlanFollower(run, placement, planner)
+        self._run, self._placement, self._plans = run, placement, plans
+        self._loop = loop = TrainingLoop(run, placement, plans)
         self._membership, self._evaluator, self._reporter = loop.membership, loop.evaluator, loop.reporter
         self.control_channel = loop.control
         placement.on_change = self._use_model

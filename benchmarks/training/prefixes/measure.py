@@ -84,7 +84,7 @@ class Steps:
     @property
     def computed(self) -> float:
         """Tokens of the rows so far over those that went through the backbone."""
-        report = self.trainer._measured.pass_report
+        report = self.trainer._plans.measured.pass_report
         return sum(report.asked_tokens.values()) / sum(report.computed_tokens.values())
 
 

@@ -352,9 +352,7 @@ class _Search:
         counts = np.maximum(1, np.ceil(tokens / max_tokens)).astype(np.int64)
         beyond_s = self.cost.latency_matrix(self.loads, 1) + (counts - 1) * self.cost.profile.pass_s
         best_s = np.full(tokens.shape, np.inf)
-        for count in sorted(
-            {*(number for number in _COUNTS if number <= _MOST_COUNT_OF_ONE_STAGE), int(counts[0, -1])}
-        ):
+        for count in sorted({*(n for n in _COUNTS if n <= _MOST_COUNT_OF_ONE_STAGE), int(counts[0, -1])}):
             latency_s = self.cost.latency_matrix(self.loads, count)
             # A pass may be larger than allowed only if a single sequence is, and never smaller than is useful.
             is_useful = (count == 1) | (tokens / count >= np.maximum(_LEAST_PASS_TOKENS, longest))
