@@ -310,7 +310,7 @@ HONOURED = (
     "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir eval_strategy "
     "eval_steps eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better save_strategy "
     "save_steps save_total_limit resume_from_checkpoint use_liger_kernel liger_kernel_config push_to_hub hub_model_id "
-    "hub_strategy hub_token dataloader_drop_last torch_empty_cache_steps "
+    "hub_strategy hub_token dataloader_drop_last torch_empty_cache_steps per_device_eval_batch_size "
     "hub_private_repo hub_always_push hub_revision local_rank ddp_timeout "
     # Flags for the user's script, which Trainer does not read either.
     "do_train do_eval do_predict"
@@ -323,7 +323,7 @@ HARMLESS = (
     "dataloader_pin_memory dataloader_persistent_workers dataloader_in_order dataloader_num_workers "
     "dataloader_prefetch_factor dataloader_multiprocessing_context remove_unused_columns length_column_name "
     # Held-out rows are packed too, and predictions go to the CPU after every pass, gathered as objects.
-    "per_device_eval_batch_size eval_accumulation_steps eval_use_gather_object "
+    "eval_accumulation_steps eval_use_gather_object "
     # A task whose loss is not finite ends before it would be logged; memory is always measured.
     "logging_nan_inf_filter skip_memory_metrics"
 ).split()

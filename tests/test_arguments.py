@@ -72,7 +72,6 @@ HARMLESS_VALUES = {
     "dataloader_num_workers": 4,
     "dataloader_prefetch_factor": 2,
     "dataloader_multiprocessing_context": "spawn",
-    "per_device_eval_batch_size": 16,
     "eval_accumulation_steps": 4,
     "length_column_name": "size",
     "remove_unused_columns": False,

@@ -111,6 +111,8 @@ class _OwnMetrics:
     Args:
         task: the task.
         prefix: begins the keys of its metrics.
+        num_pairs: for rows of two answers, how many chosen ones come before their rejected ones, as in TRL; 0 for
+            other rows.
 
     Attributes:
         predictions: predictions of all rows, after `result`.
@@ -119,12 +121,13 @@ class _OwnMetrics:
         seconds: duration of these functions on this process.
     """
 
-    def __init__(self, task: Task, prefix: str) -> None:
+    def __init__(self, task: Task, prefix: str, num_pairs: int) -> None:
         self.task, self.prefix = task, prefix
         self.predictions: np.ndarray | None = None
         self.labels: np.ndarray | None = None
         self.error: UserCodeError | None = None
         self.seconds = 0.0
+        self._num_pairs = num_pairs
         self._rows: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
 
     def _add_seconds(self, task: str, what: str, seconds: float) -> None:
@@ -169,8 +172,8 @@ class _OwnMetrics:
         try:
             # Whether rows can be stacked depends on what these functions return, so that is guarded too.
             with guard_user_code(self.task.name, "compute_metrics", self._add_seconds):
-                self.predictions = _stack([row for rows, _ in self._rows.values() for row in rows])
-                self.labels = _stack([row for _, rows in self._rows.values() for row in rows])
+                self.predictions = self._stack([row for rows, _ in self._rows.values() for row in rows])
+                self.labels = self._stack([row for _, rows in self._rows.values() for row in rows])
                 if compute_metrics is None:
                     return {}
                 found = compute_metrics(EvalPrediction(predictions=self.predictions, label_ids=self.labels))
@@ -179,14 +182,17 @@ class _OwnMetrics:
             self.error = error
             return None
 
-
-def _stack(rows: list[np.ndarray]) -> np.ndarray:
-    """Return one array, shorter rows filled with -100 at their end, as Trainer gathers them."""
-    if all(np.ndim(row) == 0 for row in rows):
-        return np.asarray(rows)
-    length = max(len(row) for row in rows)
-    widths = [[(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1) for row in rows]
-    return np.stack([np.pad(row, own, constant_values=IGNORE_INDEX) for row, own in zip(rows, widths, strict=True)])
+    def _stack(self, rows: list[np.ndarray]) -> np.ndarray:
+        """Return one array, shorter rows filled with -100 at their end, as Trainer gathers them."""
+        if self._num_pairs:
+            starts = range(0, len(rows), 2 * self._num_pairs)
+            blocks = [rows[start : start + 2 * self._num_pairs] for start in starts]
+            rows = [row for block in blocks for answers in (block[::2], block[1::2]) for row in answers]
+        if all(np.ndim(row) == 0 for row in rows):
+            return np.asarray(rows)
+        length = max(len(row) for row in rows)
+        widths = [[(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1) for row in rows]
+        return np.stack([np.pad(row, own, constant_values=IGNORE_INDEX) for row, own in zip(rows, widths, strict=True)])
 
 
 def agreed_metrics(found: Sequence[tuple[Found | None, str | None]], error: UserCodeError | None) -> Found:
@@ -449,7 +455,8 @@ class TaskEvaluator:
         batches.
         """
         model, executor = self._placement.model, self._placement.executor
-        own = _OwnMetrics(run.task, prefix)
+        is_paired = data[0].is_one_term and data[0].starts
+        own = _OwnMetrics(run.task, prefix, self._run.args.per_device_eval_batch_size if is_paired else 0)
         with in_mode(model, training=False), torch.no_grad(), executor.precision():
             metrics, failure, num_batches = self._loss_metrics(run, data)
             metrics = {f"{prefix}{key.removeprefix('eval')}": value for key, value in metrics.items()}

@@ -103,7 +103,15 @@ CASES = {
     ),
     # With its usual epsilon, AdamW turns small gradients, which are mostly rounding, into steps of full size.
     "dft": Case("SFT", COMPLETIONS, *[{"loss_type": "dft", "adam_epsilon": 1e-6}] * 2),
-    "dpo": dpo("sigmoid")._replace(held_out=8),
+    # Of two batches of held-out pairs, `compute_metrics` gets the rows in the same order.
+    "dpo": Case(
+        "DPO",
+        lab.pairs(),
+        {"compute_metrics": lab.answer_metrics},
+        {"objective": "dpo", "compute_metrics": lab.answer_metrics},
+        (*PAIR_METRICS, "rows", "ids", "words"),
+        held_out=8,
+    ),
     "dpo on chats": dpo("sigmoid", beta=0.3)._replace(rows=CHATS),
     "dpo cut to 10 tokens": Case(
         "DPO", lab.pairs(), {"max_length": 10}, {"objective": "dpo", "max_length": 10}, PAIR_METRICS

@@ -152,6 +152,7 @@ def trl_outcome(
     held_out: Sequence[Mapping[str, Any]] = (),
     reward_funcs: Any = None,
     start: Path | None = None,
+    compute_metrics: Any = None,
     **options: Any,
 ) -> Outcome:
     """Train with a trainer of TRL on rows in their order, from an adapter that is drawn or from a saved one."""
@@ -174,6 +175,7 @@ def trl_outcome(
         eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
         processing_class=copy.deepcopy(tokenizer()),
         peft_config=adapter(is_classifier=is_classifier) if start is None else None,
+        compute_metrics=compute_metrics,
         **({} if reward_funcs is None else {"reward_funcs": reward_funcs}),
     )
     trained = trained_parameters(made.model)
@@ -190,6 +192,15 @@ def trl_outcome(
     evaluated = made.evaluate() if held_out else {}
     final = {name: value.detach() for name, value in trained.items()}
     return Outcome(losses[:count], metrics, final, initial, evaluated)
+
+
+def answer_metrics(prediction: Any) -> dict[str, float]:
+    """Return figures of each row of predictions and labels in its place, without what fills rows up."""
+    labels, logits = (torch.from_numpy(one) for one in (prediction.label_ids, prediction.predictions))
+    is_token = (labels != -100) & (labels != tokenizer().pad_token_id)
+    places = torch.arange(1, len(labels) + 1)[:, None].expand_as(labels)[is_token]
+    words = logits[is_token].double().log_softmax(-1).gather(1, labels[is_token][:, None])[:, 0]
+    return {"rows": len(labels), "ids": (places * labels[is_token]).sum(), "words": (places * words).sum()}
 
 
 def rollouts() -> list[dict[str, Any]]:
@@ -295,6 +306,7 @@ def our_outcomes(
         logging_steps=1,
         disable_tqdm=True,
         report_to="none",
+        per_device_eval_batch_size=BATCH,
         **arguments,
     )
     trainer = MultiTaskTrainer(

@@ -369,11 +369,16 @@ class LanguageHead(OutputHead):
         return logits
 
     def labels(self, batch: TaskBatch, micro_batch: MuxBatch) -> Iterator[np.ndarray]:
-        """Yield the labels `[L]` of every sequence, not shifted, as Trainer gives them to `compute_metrics`."""
+        """Yield the labels `[L]` of every sequence, not shifted, as Trainer gives them to `compute_metrics`.
+
+        Those of two answers are all of their tokens, as with TRL's `DPOTrainer`.
+        """
         by_place, place = {}, 0
-        for sequence in batch.sequences:
-            by_place[place] = sequence.labels[sequence.num_virtual_tokens :]
-            place += len(sequence)
+        for row in batch.sequences:
+            labels = row.input_ids if row.is_one_term and row.starts else row.labels
+            for start, end in row.sequence_bounds:
+                by_place[place + start] = labels[start + row.num_virtual_tokens : end]
+            place += len(row)
         # Packing reorders sequences; the place of the first token within the batch identifies each one.
         for start in micro_batch.cu_seqlens[:-1].tolist():
             yield by_place[int(micro_batch.token_places[start])]

@@ -304,7 +304,6 @@ class DPOLoss(Objective):
     head = LANGUAGE_HEAD
     row_form = PAIR_ROWS
     reference_columns = REFERENCE_COLUMNS
-    has_logits = False
     statistics = REWARD_STATISTICS
 
     def loss(self, outputs: TokenOutputs, args: DPOArgs) -> TaskLoss:

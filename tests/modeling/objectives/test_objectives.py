@@ -277,11 +277,13 @@ def test_every_sequence_has_its_own_logits_and_labels_for_metrics(case: LossCase
     rows = case.batch("a", 1)
     (batch,) = streams([rows])
     labels = list(case.objective.head.labels(rows, batch))
-    assert len(model_for(case).sequence_logits(batch)) == len(labels) == len(rows.sequences)
     needs_label = case.objective.row_form.needs_label
     wanted = [
-        row.row_values.get("class_labels", row.class_label) if needs_label else row.labels for row in rows.sequences
+        row.row_values.get("class_labels", row.class_label) if needs_label else labels_of_sequence
+        for row in rows.sequences
+        for labels_of_sequence in np.split(row.input_ids if row.starts else row.labels, row.starts)
     ]
+    assert len(model_for(case).sequence_logits(batch)) == len(labels) == len(wanted)
     assert sorted(np.asarray(one).tolist() for one in labels) == sorted(np.asarray(one).tolist() for one in wanted)
 
 
