@@ -2,7 +2,8 @@
 
 A round of its loop does everything whose turn it is: it makes, loads and wakes models, steps all models that ask for a
 step together, computes one pass with at most one piece of each call, and then samples for its share of the time.
-Models of tenants that have had fewer tokens lately come first.
+Models of tenants that have had fewer tokens lately come first. Before a pass it waits a moment for models that the last
+pass has answered, as the tenants that train at the same time then share all passes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from peft_mux.serve.wire import read_training_request, write_samples, write_trai
 from peft_mux.storage import crashpoint, remove_stale
 
 _WAVE_S = 0.002
+_RETURN_SHARE, _MOST_RETURN_S = 0.25, 0.05
+"""How long a pass waits for models that the last one has answered: a share of its time, and the most."""
 _HALF_LIFE_S = 60.0
 """Seconds after which tokens of a tenant count half for fairness."""
 _LIMITS_S = 5.0
@@ -293,6 +296,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.queued_tokens = Counter[str]()  # by tenant
         self._tokenizer, self._sampling = tokenizer, calls.sampling(tokenizer)
+        self._answered: list[Model] = []
         self._rows: dict[int, tuple[Request, int]] = {}
         self._ended: dict[str, dict[int, Completion]] = {}
         self._waiting: list[Request] = []
@@ -351,7 +355,11 @@ class Engine:
             while not self._is_stopping:
                 self._drain(wait=not did_something)
                 start = time.perf_counter()
-                did_something = self._heads() | self._pass()
+                did_something = self._heads()
+                self._flush()  # the answers of steps do not wait for a pass
+                if self._answered_return():
+                    self._heads()
+                did_something |= self._pass()
                 # Sampling spends the seconds that it has earned while there was training.
                 share, seconds = self._settings.sample_share, time.perf_counter() - start
                 earned_s = earned_s + seconds * share / (1 - share) if did_something else 0.0
@@ -385,6 +393,20 @@ class Engine:
             except queue.Empty:
                 return
             act()
+
+    def _answered_return(self) -> bool:
+        """Wait a moment for the models that the last pass has answered, if there is a next pass; return if one came."""
+        if not self._answered or not any(model.running for model in self.models.open_models):
+            return False
+        missing, self._answered = [own for own in self._answered if not (own.queue or own.running)], []
+        num_missing, until = len(missing), time.monotonic() + min(_RETURN_SHARE * self.passes[-1][1], _MOST_RETURN_S)
+        while missing and (left := until - time.monotonic()) > 0:
+            try:
+                self._inbox.get(timeout=left)()
+            except queue.Empty:
+                break
+            missing = [own for own in missing if not own.queue]
+        return len(missing) < num_missing
 
     def _take(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -613,6 +635,7 @@ class Engine:
             if (result := results.get(name)) is None:
                 continue
             request, model.running = model.running, None
+            self._answered.append(model)
             assert request is not None
             num_tokens += request.num_tokens
             if isinstance(result, CallFailure):

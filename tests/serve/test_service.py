@@ -20,6 +20,7 @@ import zstandard
 from peft_mux import Sampling
 from peft_mux.serve import app as app_module
 from peft_mux.serve import checkpoints as checkpoints_module
+from peft_mux.serve import engine as engine_module
 from peft_mux.serve.wire import MAX_BODY_BYTES
 from tests.serve.lab import BASE, Client, Server, body_of, rows_of, train
 
@@ -717,3 +718,17 @@ def test_a_sampling_request_can_be_cancelled(alice: Client) -> None:
     request = alice.sample(sampler, 1, samples=200, max_tokens=50)
     assert alice.post("cancel_future", {"request_id": request}).status_code == 200
     assert alice.samples(request) == ("user", "the request was cancelled.")
+
+
+def test_a_pass_waits_for_models_that_the_last_one_has_answered(
+    server: Server, alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = alice.model(0), alice.model(1)
+    monkeypatch.setattr(engine_module, "_RETURN_SHARE", 1e9)
+    monkeypatch.setattr(engine_module, "_MOST_RETURN_S", 60.0)
+    alice.result(alice.future("forward_backward", body_of(first, 1, rows_of(0))))
+    calls = [
+        alice.future("forward_backward", body_of(model, seq, rows_of(0))) for model, seq in ((second, 1), (first, 2))
+    ]
+    assert [alice.result(call).metrics["loss:sum"] > 0 for call in calls] == [True, True]
+    assert server.engine.passes[-1][2] == 2
