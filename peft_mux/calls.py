@@ -33,7 +33,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
 from peft_mux.engine.executor import first_line, is_out_of_memory
-from peft_mux.engine.tasks.optimizer import TaskOptimizer
+from peft_mux.engine.tasks.optimizer import TaskOptimizer, count_joint_steps, gradient_norms
 from peft_mux.errors import (
     ConfigError,
     DataError,
@@ -45,6 +45,7 @@ from peft_mux.errors import (
     raise_faults,
     shown,
 )
+from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.decoding import Row, RunningRows, check_backbone, check_model, checked_row
@@ -599,25 +600,41 @@ class Calls:
             ConfigError: if a model is not open, or has an unfinished call; then none is stepped.
         """
         models = {name: self._model(name, "a step") for name in steps}
-        norms: dict[str, float | CallFailure] = {}
         for name, model in models.items():
-            own, optimizer = steps[name], model.optimizer
-            optimizer.use(
+            own = steps[name]
+            model.optimizer.use(
                 learning_rate=own.learning_rate,
                 betas=(own.beta1, own.beta2),
                 eps=own.eps,
                 weight_decay=own.weight_decay,
                 max_grad_norm=own.max_grad_norm,
             )
-            norm = optimizer.gradient_norm()
-            norms[name] = value = float(norm)
-            if is_real(value):
-                optimizer.step(norm)
+        optimizers = [model.optimizer for model in models.values()]
+        norms_N = gradient_norms(optimizers)
+        joint_update, joined = adamw.joint_update(self.model.device), []
+        if joint_update is None or not optimizers:
+            values = [float(norm) for norm in norms_N]
+        else:
+            pages = [optimizer.page_updates(index, None) for index, optimizer in enumerate(optimizers)]
+            joined = [optimizer for optimizer, own in zip(optimizers, pages, strict=True) if own]
+            norms = torch.stack([norm.to(self.model.device, torch.float32) for norm in norms_N])
+            verdicts_2N = torch.stack([torch.zeros_like(norms), norms])  # losses are the callers'
+            values = joint_update([page for own in pages for page in own], verdicts_2N)[1]
+            count_joint_steps(
+                [own for own, value in zip(optimizers, values, strict=True) if own in joined and is_real(value)]
+            )
+        found: dict[str, float | CallFailure] = {}
+        for (name, model), norm, value in zip(models.items(), norms_N, values, strict=True):
+            found[name] = value
+            if not is_real(value):
+                found[name] = CallFailure(f"the norm of the gradient is {value}", is_callers=True)
+                model.optimizer.zero_gradients()
+            elif model.optimizer in joined:
+                model.optimizer.advance_schedule()
             else:
-                norms[name] = CallFailure(f"the norm of the gradient is {value}", is_callers=True)
-                optimizer.zero_gradients()
+                model.optimizer.step(norm)
             model.has_gradients = False
-        return norms
+        return found
 
     # ------------------------------------------------------------------ states
 

@@ -30,7 +30,7 @@ class PageUpdate(NamedTuple):
         gradient: the gradient of the weights, zeroed by the update.
         exp_avg: the first moment, updated in place.
         exp_avg_sq: the second moment, updated in place.
-        last_good: receives a copy of the weights before the update.
+        last_good: receives a copy of the weights before the update; `values` itself for no copy.
         task: column of the task's loss and gradient norm in `verdicts_2N`.
         step: number of this update; 1 for the first.
         rate: learning rate of this update.

@@ -103,6 +103,7 @@ def adamw_kernel(
         decayed = before.to(tl.float32) * tl.load(settings_ptr)
         values = tl.fma(-tl.load(settings_ptr + 5), tl.div_rn(mean, denominator), decayed)
 
+        # First, because it is the memory of the weights if none are kept.
         tl.store(last_good_ptr, before, mask=mask)
         tl.store(values_ptr, values.to(DTYPE), mask=mask)
         tl.store(mean_ptr, mean.to(DTYPE), mask=mask)

@@ -24,6 +24,7 @@ from peft_mux import (
     UnsupportedModelError,
 )
 from peft_mux.checkpoint.task_state import TaskState
+from peft_mux.kernels import adamw
 from tests.calls.lab import CONFIGS, SETTINGS, bits, call, cross_entropy, door, example, plain
 from tests.modeling.adapters.passes import perturbed
 from tests.modeling.backbones import CLASSIFIERS, LANGUAGE_MODELS, VOCABULARY, backbone_of, drawn
@@ -72,6 +73,25 @@ def test_calls_and_steps_that_share_passes_give_the_bits_that_each_model_gives_a
             assert norms == {name: alone[name].step({name: SETTINGS[name]})[name] for name in rows}
             assert 0 < norms["a"] < float("inf")
     assert {name: bits(together, name) for name in rows} == {name: bits(alone[name], name) for name in rows}
+
+
+def test_a_joint_step_as_on_a_gpu_has_the_bits_of_single_steps_and_leaves_out_a_model_whose_norm_is_not_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = CASES["rows of many lengths"]
+    joint, single = door(), door()
+    for number, wave in enumerate(waves(rows)[:2]):
+        norms = []
+        for calls, update in ((single, None), (joint, adamw.foreach_update)):
+            monkeypatch.setattr(adamw, "joint_update", lambda device, update=update: update)
+            calls.run(wave)
+            if number:
+                next(iter(calls.model.task_parameters("c").values())).grad.fill_(float("nan"))
+            norms.append(calls.step(SETTINGS))
+            assert not any(page.values.grad.any() for page in calls.model.registry.slab_of("c").pages)
+        assert norms[0] == norms[1]
+        assert isinstance(norms[1]["c"], CallFailure) == bool(number)
+    assert {name: bits(joint, name) for name in rows} == {name: bits(single, name) for name in rows}
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", pytest.param("Gemma2", marks=pytest.mark.slow)])

@@ -130,6 +130,8 @@ def test_the_compiled_kernel_is_as_near_to_float64_as_torch_alone_and_next_to_a_
 
     in_torch = Joint(list(TASKS), size, more, dtype=torch.float64)
     together, alone = (Joint(names, size, more, kernel_update, torch.float64) for names in (list(TASKS), ["odd"]))
+    for page in alone.pages["odd"]:
+        page[4] = page[0]  # no weights from before are kept
     with ptx_on_cpu(90) as launches:
         for number in range(2):
             before = [page[0].clone() for page in together.pages["odd"]]
@@ -140,7 +142,7 @@ def test_the_compiled_kernel_is_as_near_to_float64_as_torch_alone_and_next_to_a_
             in_torch.step(number, verdicts)
     assert launches.counts == {"adamw_kernel": 4}
     for page, other, values in zip(together.pages["odd"], alone.pages["odd"], before, strict=True):
-        assert all(map(torch.equal, page, other))
+        assert all(map(torch.equal, page[:4], other[:4]))
         assert torch.equal(page[4], values), "last good"
         assert not page[1].any(), "the gradient is zeroed"
     for page, tensors in zip(together.pages["later"], kept, strict=True):

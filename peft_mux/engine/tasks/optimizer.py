@@ -279,14 +279,14 @@ class TaskOptimizer:
 
     # ------------------------------------------------------------------ joint steps of many tasks
 
-    def page_updates(self, task: int, last_finite: LastFiniteWeights) -> list[PageUpdate]:
+    def page_updates(self, task: int, last_finite: LastFiniteWeights | None) -> list[PageUpdate]:
         """Return the page updates of this task for a joint step; an empty list if the task must step by itself.
 
         The state of the optimizer is created if necessary.
 
         Args:
             task: column of the task among the verdicts.
-            last_finite: receives the weights before the update.
+            last_finite: receives the weights before the update; `None` to keep none.
         """
         if not self.steps_here or not self._can_join():
             return []
@@ -310,7 +310,7 @@ class TaskOptimizer:
                     gradient,
                     exp_avg,
                     exp_avg_sq,
-                    last_finite.copies[page],
+                    page if last_finite is None else last_finite.copies[page],
                     task=task,
                     step=known.value + 1,
                     rate=group["lr"],
