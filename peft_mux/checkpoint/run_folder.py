@@ -60,7 +60,7 @@ _OF_OPTIMIZER = ("moments", "settings", "schedule")
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A file of another run lies where one of this run shall be; an older checkpoint does not explain it."""
+    """A file of another run is where this run's file should be; an older checkpoint does not explain it."""
 
 
 class RunFolder:

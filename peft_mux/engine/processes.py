@@ -210,7 +210,7 @@ class Processes:
         return [one.tolist() for one in found]
 
     def wait_for_all(self) -> None:
-        """Return when every process has come here."""
+        """Block until every process reaches this call."""
         self.exchange([0])
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...] | None = None) -> Pending:

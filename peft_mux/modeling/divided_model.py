@@ -416,7 +416,7 @@ class VocabParallelHead:
         """Return `[..., V]` logits of all words from `[..., V/n]` of this rank's; a forward hook of the head.
 
         Raises:
-            UnsupportedModelError: if they shall be differentiated, which only losses of the stream can be.
+            UnsupportedModelError: if they are to be differentiated, which only losses of the stream can be.
         """
         if self.is_local:
             return logits

@@ -265,9 +265,9 @@ class MultiTaskPeftModel(PeftModel):
                     self.registry.tuners.inject(self, adapter, config)
             self.objectives = TaskObjectives(self.backbone)
             self.registry.take_in(self, first, peft_configs[first], num_labels.get(first), draws)
-            own = {id(parameter) for parameter in self.registry.parameters()}
+            trained = {id(parameter) for parameter in self.registry.parameters()}
             for parameter in self.parameters():
-                parameter.requires_grad_(id(parameter) in own)
+                parameter.requires_grad_(id(parameter) in trained)
             self.registry.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
             if verify and not is_meta(model):
                 self.verify()
@@ -341,7 +341,9 @@ class MultiTaskPeftModel(PeftModel):
 
     def print_trainable_parameters(self) -> None:
         """Print PEFT's line for each task: its own parameters, those with the backbone, and their share."""
-        counts = {name: sum(own.numel() for own in self.task_parameters(name).values()) for name in self.tasks}
+        counts = {
+            name: sum(parameters.numel() for parameters in self.task_parameters(name).values()) for name in self.tasks
+        }
         frozen = self.backbone.num_parameters() - sum(counts.values())
         for name, count in counts.items():
             total = max(frozen + count, 1)
@@ -555,8 +557,8 @@ class MultiTaskPeftModel(PeftModel):
         self.prepare_pass(mux_batch.task_names)
         with self.multiplexing(mux_batch):
             hidden_TD = self.hidden_states(mux_batch)
-            found = self.objectives.head.outputs(hidden_TD, mux_batch, self)
-        return {outputs.task: outputs for outputs in found}
+            outputs_by_task = self.objectives.head.outputs(hidden_TD, mux_batch, self)
+        return {outputs.task: outputs for outputs in outputs_by_task}
 
     def target_losses(
         self, batch: MuxBatch, passes: Passes | None = None, attention: AttentionStream | None = None
@@ -703,12 +705,12 @@ class MultiTaskPeftModel(PeftModel):
         A penalty on the adapter itself belongs to the step and to no token. So the one pass that holds the first token
         of a task's global batch carries all of it, however many micro-batches and processes there are.
         """
-        found = self.objectives.losses(hidden_TD, batch, self)
-        found = self.router_loss.added_to(found, hidden_TD, batch, self.adapters)
+        output = self.objectives.losses(hidden_TD, batch, self)
+        output = self.router_loss.added_to(output, hidden_TD, batch, self.adapters)
         penalised = self.registry.penalised
         if not self.training or not penalised:
-            return found
-        losses = list(found.losses.unbind())
+            return output
+        losses = list(output.losses.unbind())
         for index, name in enumerate(batch.task_names):
             if name not in penalised:
                 continue
@@ -719,7 +721,7 @@ class MultiTaskPeftModel(PeftModel):
             config = self.peft_config[self.adapter_of(name)]
             penalty = penalised[name].penalty(config, self.registry.parameters_of(name))
             losses[index] = losses[index] + penalty * has_first_token
-        return replace(found, losses=torch.stack(losses))
+        return replace(output, losses=torch.stack(losses))
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.
@@ -744,7 +746,7 @@ class MultiTaskPeftModel(PeftModel):
             again = self.multiplexing(stream.batch, stream.passes, stream.adapters_not_reached, stream.routing)
             return nullcontext(), again
 
-        # Dropout draws depend on seed and place, so no state of a generator must be kept to repeat them.
+        # Dropout draws depend on seed and place, so no generator state needs saving to repeat them.
         options = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False, **kwargs}
         # Older releases of transformers have the second name alone.
         if hasattr(self.backbone, "activation_checkpointing_enable"):

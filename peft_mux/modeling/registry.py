@@ -235,7 +235,7 @@ class TaskRegistry:
     def reference_weights(self, names: Collection[str]) -> Iterator[None]:
         """Give tasks the weights of their `references` in the `with` block, in place; restore their own afterwards."""
         held = [(item, self.references[name][key]) for name in names for key, item in self.parameters_of(name).items()]
-        own = [item.detach().clone() for item, _ in held]
+        trained = [item.detach().clone() for item, _ in held]
         try:
             with torch.no_grad():
                 for item, reference in held:
@@ -243,7 +243,7 @@ class TaskRegistry:
             yield
         finally:
             with torch.no_grad():
-                for (item, _), value in zip(held, own, strict=True):
+                for (item, _), value in zip(held, trained, strict=True):
                     item.copy_(value)
 
     # ------------------------------------------------------ coming and going
@@ -278,13 +278,13 @@ class TaskRegistry:
                     if (alike := self._alike(model, config, seed)) is not None:
                         self._copy(model, hidden, name, config, alike, seed)
                         continue
-                    own, adapter = own_copy(config, backbone), self.next_adapter
-                    with injecting(name, own, seed, model.peft_config) as draws, hidden_copies(backbone):
-                        self.tuners.inject(model, adapter, own)
+                    copied, adapter = own_copy(config, backbone), self.next_adapter
+                    with injecting(name, copied, seed, model.peft_config) as draws, hidden_copies(backbone):
+                        self.tuners.inject(model, adapter, copied)
                     hidden.show_new()
-                    if kind_of(own).has_targets:
+                    if kind_of(copied).has_targets:
                         # To fp32 on a backbone in half precision, as PEFT does with adapters that it sees.
-                        tuner = self.tuners.of(model, adapter, own)
+                        tuner = self.tuners.of(model, adapter, copied)
                         tuner._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
                     self.take_in(model, name, config, num_labels.get(name), draws)
                     hidden.hide()
@@ -320,8 +320,8 @@ class TaskRegistry:
         new, alpha = hidden.copy(other, adapter), cast(Any, config).lora_alpha
         if completed.lora_alpha != alpha:
             set_alpha(hidden.layers, adapter, completed, alpha)
-        own = {key: new[id(parameter)] for key, parameter in self.parameters_of(alike).items()}
-        self.adopt(name, own, are_described=is_described)
+        parameters = {key: new[id(parameter)] for key, parameter in self.parameters_of(alike).items()}
+        self.adopt(name, parameters, are_described=is_described)
         if seed != draws.seed and not is_described:
             draws.repeat(seed, new)
 
@@ -356,18 +356,20 @@ class TaskRegistry:
         with self.tuners.alone(model, adapter, completed):
             biases = add_biases(completed, backbone, adapter)
             marker = f".{adapter}"
-            own = {
+            parameters = {
                 biases.get(parameter) or key.replace(marker, "", 1): parameter
                 for key, parameter in model.named_parameters()
                 if f"{marker}." in key or key.endswith(marker)
             }
-        norms = {id(item) for one in model.modules() if isinstance(one, nn.LayerNorm) for item in one.parameters()}
-        self._held(name).layer_norms = {key for key, parameter in own.items() if id(parameter) in norms}
+        norms = {
+            id(item) for module in model.modules() if isinstance(module, nn.LayerNorm) for item in module.parameters()
+        }
+        self._held(name).layer_norms = {key for key, parameter in parameters.items() if id(parameter) in norms}
         # Those that rows of text do not reach stay as drawn, as alone, where they get no gradient.
         outside = modules_outside_text(backbone)
-        prefixes, all_own = tuple(f"base_model.model.{one}." for one in outside), own
-        own = {key: parameter for key, parameter in own.items() if not key.startswith(prefixes)}
-        if all_own and not own:
+        prefixes, injected = tuple(f"base_model.model.{module}." for module in outside), parameters
+        parameters = {key: parameter for key, parameter in parameters.items() if not key.startswith(prefixes)}
+        if injected and not parameters:
             raise ConfigError(
                 f"tasks.{name}.peft_config.target_modules must include modules of the language model, because only "
                 f"rows of text are trained on, got only modules outside it ({', '.join(outside)})."
@@ -375,14 +377,16 @@ class TaskRegistry:
         if adapter in (encoders := encoders_of(model)):
             # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge.
             # Heads are trained even if they have no gradients yet, as those of adapters that are not active.
-            own = {key: item for key, item in own.items() if item.requires_grad or not key.startswith(PREFIX)}
+            parameters = {
+                key: item for key, item in parameters.items() if item.requires_grad or not key.startswith(PREFIX)
+            }
             adopt_encoder(encoders[adapter], completed)
-        if not any(parameter.numel() for parameter in own.values()):
+        if not any(parameter.numel() for parameter in parameters.values()):
             raise ConfigError(
                 f"tasks.{name}.peft_config must have target modules that its type can adapt, with ranks below their "
                 "widths, and at least one part that is trained; with this configuration PEFT trains nothing."
             )
-        self.adopt(name, own, are_described=is_meta(backbone))
+        self.adopt(name, parameters, are_described=is_meta(backbone))
         if can_be_copied(completed):
             self._fresh[name] = draws
 

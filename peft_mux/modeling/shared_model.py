@@ -53,7 +53,7 @@ class SharedModel:
         # The package itself changes the model when tasks come and go.
         if self._form is None or self._form != self._read_form():
             self._record()
-        others = [one for name, one in self._adapters if name != task]
+        others = [parameter for name, parameter in self._adapters if name != task]
         gradients = list(map(_GRAD, others))
         pages = [(name, page) for name, page in self._pages if name != task]
         before = self._read_state(gradients, pages)
@@ -74,7 +74,7 @@ class SharedModel:
         is_sharded = isinstance(model.backbone.base_model, FSDPModule)
         names = ("_modules", "_buffers", *_HOOKS, *(() if is_sharded else ("_parameters",)))
         tables = [(module, name, vars(module)[name]) for module in modules for name in names]
-        self._tables = [(*own, dict(own[-1])) for own in tables]
+        self._tables = [(*table, dict(table[-1])) for table in tables]
         self._filled = [table for *_, table in tables if table]
         self._empty = [table for *_, table in tables if not table]
         self._fields: list[Any] = list(map(vars, modules))
@@ -84,11 +84,11 @@ class SharedModel:
             for key, value in fields.items()
             if isinstance(value, float)
         ]
-        tensors = {id(one): one for one in chain(model.parameters(), model.buffers())}
+        tensors = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         self._tensors = list(tensors.values())
-        self._recorded = [(one.data, _FORM(one)) for one in self._tensors]
-        self._adapters = [(name, one) for name in model.tasks for one in registry.parameters_of(name).values()]
-        self._frozen = [tensors[key] for key in tensors.keys() - {id(one) for _, one in self._adapters}]
+        self._recorded = [(tensor.data, _FORM(tensor)) for tensor in self._tensors]
+        self._adapters = [(name, tensor) for name in model.tasks for tensor in registry.parameters_of(name).values()]
+        self._frozen = [tensors[key] for key in tensors.keys() - {id(tensor) for _, tensor in self._adapters}]
         self._pages = [(name, page) for name in model.tasks for page in registry.slab_of(name).pages]
         self._form = self._read_form()
 
@@ -130,19 +130,21 @@ class SharedModel:
             if fields.get(key) != value:
                 changed.append((module, f".{key} {value}, got {fields.get(key)}"))
                 fields[key] = value
-        adapters = {id(one) for _, one in self._adapters}
-        for one, (data, form) in zip(self._tensors, self._recorded, strict=True):
-            own = _FORM(one)
-            if own != form or one.data_ptr() != data.data_ptr():
+        adapters = {id(tensor) for _, tensor in self._adapters}
+        for tensor, (data, form) in zip(self._tensors, self._recorded, strict=True):
+            form_now = _FORM(tensor)
+            if form_now != form or tensor.data_ptr() != data.data_ptr():
                 words = [
-                    f"{word} {old}, got {new}" for word, old, new in zip(_WORDS, form, own, strict=True) if old != new
+                    f"{word} {old}, got {new}"
+                    for word, old, new in zip(_WORDS, form, form_now, strict=True)
+                    if old != new
                 ]
-                changed.append((one, f" {words[0] if words else 'in other memory'}"))
-                if one.data_ptr() != data.data_ptr() and id(one) in adapters:
+                changed.append((tensor, f" {words[0] if words else 'in other memory'}"))
+                if tensor.data_ptr() != data.data_ptr() and id(tensor) in adapters:
                     is_lost |= what in _IN_A_STEP
-                    one.grad = None  # it was moved or cast with it; the next pass makes a new one
-                one.data = data
-                one.requires_grad_(form[0])
+                    tensor.grad = None  # it was moved or cast with it; the next pass makes a new one
+                tensor.data = data
+                tensor.requires_grad_(form[0])
         for module, name, table, content in self._tables:
             new = {key: item for key, item in table.items() if content.get(key, table) is not item}
             accepted = {key: item for key, item in new.items() if _is_accepted(name, item, content.get(key))}
@@ -156,12 +158,12 @@ class SharedModel:
                 is_lost |= what in _IN_A_STEP
                 page.values.grad.zero_()
                 changed.append((page, f'gradients of task "{name}"'))
-        for (one, gradient), old, new in zip(gradients, before[2], now[2], strict=True):
+        for (tensor, gradient), old, new in zip(gradients, before[2], now[2], strict=True):
             if old != new:
-                one.grad = gradient
-                changed.append((one, " gradient"))
-        written = [one for one, old, new in zip(self._frozen, before[1], now[1], strict=True) if old != new]
-        changed += [(one, " written in place") for one in written]
+                tensor.grad = gradient
+                changed.append((tensor, " gradient"))
+        written = [tensor for tensor, old, new in zip(self._frozen, before[1], now[1], strict=True) if old != new]
+        changed += [(tensor, " written in place") for tensor in written]
         model = self._model
         named = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
         names = {id(part): name for name, part in named}

@@ -201,7 +201,9 @@ class TaskSlab:
             kind = kind_of(name, parameters[name], name in layer_norms)
             members.setdefault((parameters[name].dtype, kind), {})[name] = parameters[name]
         with torch.no_grad():
-            self.pages = [Page(own, slots, kind=kind) for (_, kind), own in members.items()]
+            self.pages = [
+                Page(parameters_of_page, slots, kind=kind) for (_, kind), parameters_of_page in members.items()
+            ]
             self.pages = self.pages or [Page({}, {}, kind=PAGE_KINDS[0], device=device)]
 
     @property

@@ -229,13 +229,13 @@ class MultiplexedBottleneck(MultiplexedForward):
         # The frozen layer has settled the dtype; autocast would cast each product by itself.
         with torch.autocast(y.device.type, enabled=False):
             for (segment, y_NK), p_NC in zip(self.each_task(y_TK), p_parts, strict=True):
-                own = self.grouped(segment.adapter)
-                if own is None:
+                bottleneck = self.grouped(segment.adapter)
+                if bottleneck is None:
                     parts.append(y_NK)
                     hidden.append(y_NK[:, :0])
                     continue
                 down, up = layer.bottleneck_down[segment.adapter], layer.bottleneck_up[segment.adapter]
-                b_M, c_K = (None if one.bias is None else one.bias.to(y.dtype) for one in (down, up))
+                b_M, c_K = (None if linear.bias is None else linear.bias.to(y.dtype) for linear in (down, up))
                 activation = ACTIVATIONS[layer.non_linearity[segment.adapter]]
                 if launches is not None and p_NC is not None:
                     # Columns beyond the task's own are not initialised.
@@ -245,8 +245,12 @@ class MultiplexedBottleneck(MultiplexedForward):
                     hidden.append(h_NM)
                     continue
                 a_MK = down.weight.to(y.dtype)
-                if own.dropout:
-                    draws = self.stream.places[segment.start : segment.end], own.dropout, segment.draw_seed(self.name)
+                if bottleneck.dropout:
+                    draws = (
+                        self.stream.places[segment.start : segment.end],
+                        bottleneck.dropout,
+                        segment.draw_seed(self.name),
+                    )
                     h_NM = activation(_DroppedLinear.apply(y_NK, a_MK, b_M, *draws))
                 else:
                     h_NM = activation(F.linear(y_NK, a_MK, b_M))

@@ -56,7 +56,7 @@ def check_configs(
 
     Args:
         peft_configs: the `PeftConfig` of each new task, by the task's name.
-        backbone: the transformers model that they shall adapt.
+        backbone: the transformers model that they adapt.
         held: configurations of the tasks that are there already, by name; none by default.
 
     Raises:
@@ -466,15 +466,15 @@ def _copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     faults = []
     for wanted in [name for name in saved if name not in heads]:
         # PEFT, too, looks at how names end.
-        found = {name: module for name, module in modules.items() if name.endswith(wanted)}
+        matching = {name: module for name, module in modules.items() if name.endswith(wanted)}
         field, allowed = f"{where}.modules_to_save", "embeddings, norms or the output head, by the ends of their names"
-        if not found:
+        if not matching:
             ends = [name for name, module in modules.items() if module in (backbone.get_input_embeddings(), head)]
             vectors = [name for name, item in backbone.named_parameters() if item.dim() == 1]
             norms = sorted({name.split(".")[-2] for name in vectors if name.endswith(".weight")})
             fix = f"{closest(wanted, norms)} This backbone has {' and '.join(ends)}."
             faults.append(Fault(field, repr(wanted), allowed, fix.strip()))
-        for name, module in found.items():
+        for name, module in matching.items():
             if isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
                 continue  # other tasks train it, too, which `claim_faults` looks at
             if any(True for _ in module.children()):
@@ -511,9 +511,11 @@ def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module
     # PEFT writes the same row twice in an order of its own.
     if not 0 < len(set(indices)) == len(indices):
         return [Fault(where, shown(indices), _ROWS)]
-    found = [module for name, module in modules.items() if name.endswith(wanted)]
-    plain: list[Any] = [getattr(module, "original_module", getattr(module, "base_layer", module)) for module in found]
-    if not found or not all(isinstance(module, nn.Embedding | nn.Linear) for module in plain):
+    matching = [module for name, module in modules.items() if name.endswith(wanted)]
+    plain: list[Any] = [
+        getattr(module, "original_module", getattr(module, "base_layer", module)) for module in matching
+    ]
+    if not matching or not all(isinstance(module, nn.Embedding | nn.Linear) for module in plain):
         allowed = "the input embedding or the output head, by the end of its name"
         return [Fault(where, repr(wanted), allowed, closest(wanted, sorted(modules)))]
     if any(isinstance(module, nn.Linear) and module.bias is not None for module in plain):
@@ -558,7 +560,7 @@ def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], 
         # PEFT, too, looks at how names end.
         ways = (("copy", tuple(copies)), ("rows", tuple(tokens or ())))
         kept[task] = {name: way for way, ends in ways if ends for name in names if name.endswith(ends)}
-    shared = {module for own in kept.values() for module in own}
+    shared = {module for ways_of_task in kept.values() for module in ways_of_task}
     owners: dict[str, tuple[str, str]] = {}
     faults = []
     # Most runs have none of these, and then no module is looked at.

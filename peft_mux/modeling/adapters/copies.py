@@ -74,10 +74,10 @@ class Draws(TorchDispatchMode):
             for parameter in reversed(drawn):
                 waiting.setdefault(parameter.shape, []).append(parameter)
             for number, values in self._drawn(self.seed):
-                own = waiting.get(values.shape, [])
-                for dtype in (values.dtype, backbone_dtype) if own else ():
-                    if torch.equal(values.to(dtype).to(own[-1]), own[-1]):
-                        self._kept[number] = own.pop(), dtype
+                candidates = waiting.get(values.shape, [])
+                for dtype in (values.dtype, backbone_dtype) if candidates else ():
+                    if torch.equal(values.to(dtype).to(candidates[-1]), candidates[-1]):
+                        self._kept[number] = candidates.pop(), dtype
                         break
             known = {id(parameter) for parameter, _ in self._kept.values()}
             self._are_all = all(id(parameter) in known for parameter in drawn)
@@ -143,8 +143,10 @@ class HiddenAdapters:
             self._order[layer] = list(layer._modules)
             for name, child in list(layer._modules.items()):
                 if isinstance(child, nn.ModuleDict | nn.ParameterDict):
-                    own = self._entries.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
-                    for field, entries in own.items():
+                    entries_by_field = self._entries.setdefault(
+                        child, {field: {} for field in _ENTRIES if field in child.__dict__}
+                    )
+                    for field, entries in entries_by_field.items():
                         entries.update(child.__dict__[field])
                         # A `ParameterDict` keeps its keys next to its parameters, so both are emptied.
                         child.__dict__[field].clear()
@@ -158,8 +160,8 @@ class HiddenAdapters:
             its parameters, by `id` of those that they equal; they share memory until they are laid out.
         """
         parameters: dict[int, nn.Parameter] = {}
-        for own in self._entries.values():
-            for entries in own.values():
+        for entries_by_field in self._entries.values():
+            for entries in entries_by_field.values():
                 if adapter in entries:
                     entries[new] = _copied(entries[adapter], parameters)
         for layer in self._order:
@@ -180,8 +182,8 @@ class HiddenAdapters:
     def __exit__(self, *_: object) -> None:
         """Put everything back."""
         self.show_new()
-        for child, own in self._entries.items():
-            for field, entries in own.items():
+        for child, entries_by_field in self._entries.items():
+            for field, entries in entries_by_field.items():
                 entries.update(child.__dict__[field])
                 child.__dict__[field].update(entries)
                 # The entries that were there before come first, whatever was added meanwhile.

@@ -184,13 +184,13 @@ def greatest(deltas: Mapping[str, torch.Tensor], share: float) -> dict[str, torc
     # Only the best of each difference can be among the best of all, so differences are never concatenated.
     flat = {name: delta.detach().flatten().abs().float() for name, delta in deltas.items()}
     best = {name: delta.topk(min(count, len(delta))) for name, delta in flat.items()}
-    magnitudes = torch.cat([found.values.cpu() for found in best.values()])
+    magnitudes = torch.cat([top.values.cpu() for top in best.values()])
     chosen = torch.zeros(len(magnitudes), dtype=torch.bool)
     chosen[magnitudes.topk(count).indices] = True
-    parts = chosen.split([len(found.values) for found in best.values()])
+    parts = chosen.split([len(top.values) for top in best.values()])
     return {
-        name: found.indices.cpu()[is_chosen].sort().values.to(torch.int32)
-        for (name, found), is_chosen in zip(best.items(), parts, strict=True)
+        name: top.indices.cpu()[is_chosen].sort().values.to(torch.int32)
+        for (name, top), is_chosen in zip(best.items(), parts, strict=True)
     }
 
 
@@ -365,10 +365,10 @@ class DiffPruningModel(OwnMethodModel):
         Raises:
             ConfigError: if there is no such adapter, or it was pruned.
         """
-        found = [
+        trained = [
             (layer.parts_of(adapter_name), layer.stretches[adapter_name]) for _, layer in self._layers(adapter_name)
         ]
-        counts = [expected_l0(parts, stretch) for parts, stretch in found if parts is not None]
+        counts = [expected_l0(parts, stretch) for parts, stretch in trained if parts is not None]
         if not counts:
             raise ConfigError(f"l0_penalty: the adapter must be {self._unpruned()}, got {adapter_name!r}.")
         return self.peft_config[adapter_name].l0_weight * torch.stack(counts).sum()
@@ -400,9 +400,9 @@ class DiffPruningModel(OwnMethodModel):
         places = greatest({name: layer.delta(adapter_name) for name, layer in layers.items()}, config.target_sparsity)
         for name, layer in layers.items():
             delta_KD = layer.delta(adapter_name)
-            own = places[name].to(delta_KD.device)
-            layer.put_kept(adapter_name, delta_KD.flatten()[own.long()], own)
-        config.kept = {name: len(own) for name, own in places.items()}
+            places_of_layer = places[name].to(delta_KD.device)
+            layer.put_kept(adapter_name, delta_KD.flatten()[places_of_layer.long()], places_of_layer)
+        config.kept = {name: len(places_of_layer) for name, places_of_layer in places.items()}
         return sum(config.kept.values())
 
     def _check_merge_allowed(self) -> None:
@@ -446,8 +446,8 @@ class MultiplexedDiff(MultiplexedForward):
             # Recomputed in the backward pass, as a difference is as large as the frozen weight.
             return checkpoint(run, y_NK, x_ND, *tensors, use_reentrant=False, preserve_rng_state=False)
 
-        own = {} if layer.disable_adapters else layer.diff_pruning_delta
-        return self.by_task(own, y, changed, x.reshape(-1, x.shape[-1]))
+        deltas = {} if layer.disable_adapters else layer.diff_pruning_delta
+        return self.by_task(deltas, y, changed, x.reshape(-1, x.shape[-1]))
 
     def noise(self, rows: RowSegment) -> Noise:
         """Return the noise of a task's gates in this step."""

@@ -54,9 +54,9 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
-    own = _parameters_of(model, adapter)
+    parameters = _parameters_of(model, adapter)
     if adapter in encoders_of(model):
-        return prompt_state(model, adapter, own)
+        return prompt_state(model, adapter, parameters)
     with (
         model.alone(adapter),
         biases_unsaid([model.peft_config[adapter]]),
@@ -64,13 +64,13 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
     ):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = DoubledRank(model.backbone, adapter)
-    state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}
+    state |= {saved_key(name): parameter for name, parameter in parameters.items() if name.endswith(f".{OWN}")}
     # PEFT adds the frozen embedding if it is adapted; if that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-    missing = [saved_key(name) for name in own if _key_in(state, name) not in state]
+    missing = [saved_key(name) for name in parameters if _key_in(state, name) not in state]
     if missing:
         raise CheckpointError(
-            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(own)} trained ones, and not "
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(parameters)} trained ones, and not "
             f"{missing[0]}; nothing was written."
         )
     return form.saved(state)
@@ -147,7 +147,7 @@ def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, t
     classes = {"base_model_class": backbone.__name__, "parent_library": backbone.__module__}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Checksums of the files that go now; the caller writes new ones if there shall be any.
+        # Checksums of the files that go now; the caller writes new ones if there are to be any.
         (folder / CHECKSUMS_NAME).unlink(missing_ok=True)
         (folder / ENCODER_NAME).unlink(missing_ok=True)
         if encoder := {key: state.pop(key) for key in list(state) if key.startswith(PREFIX)}:

@@ -44,16 +44,16 @@ from peft_mux.modeling.stream import Stream
 def own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
     """Return a copy that PEFT may write into, completed as `get_peft_model` completes it."""
     # PEFT writes into what it is given, and one configuration may serve several tasks.
-    own = copy.deepcopy(config)
-    own.base_model_name_or_path = getattr(backbone, "name_or_path", None)
-    own.inference_mode = False
-    kind_of(own).complete(own, backbone)
-    has_own_head = head_kind_for(own.task_type) == CLASSIFICATION and head_kind_of(backbone).is_shared
+    copied = copy.deepcopy(config)
+    copied.base_model_name_or_path = getattr(backbone, "name_or_path", None)
+    copied.inference_mode = False
+    kind_of(copied).complete(copied, backbone)
+    has_own_head = head_kind_for(copied.task_type) == CLASSIFICATION and head_kind_of(backbone).is_shared
     if has_own_head and not hasattr(backbone, "score"):
         # The place of the heads of tasks that classify on a language model: without weights, and no adapter's target.
         is_elsewhere = isinstance(backbone.get_output_embeddings(), PassThrough)
         backbone.score = PassThrough() if is_elsewhere else nn.Identity()
-    return own
+    return copied
 
 
 @contextmanager
@@ -123,16 +123,16 @@ def attach(model: nn.Module, stream: Stream) -> None:
         stream: knows which rows belong to which task.
     """
 
-    def draws_itself(layer: nn.Module) -> bool:
+    def draws_dropout(layer: nn.Module) -> bool:
         kind = kind_of_layer(layer)
-        return kind is not None and kind.draws_itself
+        return kind is not None and kind.draws_dropout
 
     drawing = ""  # how names begin within the layer met last that draws its dropout by itself
     # Adapters only of layers that do not, as there are several modules a layer and task.
-    for name, module in [*modules_around_adapters(model, passed_over=draws_itself)]:
+    for name, module in [*modules_around_adapters(model, passed_over=draws_dropout)]:
         kind = kind_of_layer(module)
         is_inside = bool(drawing) and name.startswith(drawing)
-        if kind is not None and kind.draws_itself and not is_inside:
+        if kind is not None and kind.draws_dropout and not is_inside:
             drawing = f"{name}."
         # Attached before, or the backbone's own head, of which tasks train copies.
         forward = module.__dict__.get("forward")
@@ -158,7 +158,7 @@ def attach(model: nn.Module, stream: Stream) -> None:
         elif isinstance(module, nn.Dropout) and not is_inside:
             module.forward = MultiplexedDropout(module, name, stream)
     for kind in KINDS.values():
-        kind.arrange(model, stream)
+        kind.connect(model, stream)
 
 
 def detach(model: nn.Module) -> None:

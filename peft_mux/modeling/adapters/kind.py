@@ -197,7 +197,7 @@ class AdapterKind:
         layer_type: class of PEFT's layers of this type.
         default_targets: the target modules of configurations that name none, by type of the backbone.
         has_targets: whether it adapts modules; prompts do not.
-        draws_itself: whether its forwards draw dropout themselves; otherwise the dropout modules inside its layers are
+        draws_dropout: whether its forwards draw dropout themselves; otherwise the dropout modules inside its layers are
             given draws that belong to each task.
         lies_apart: whether each of its adapters has a tuner and layers of its own
             (`peft_mux.modeling.adapters.tuners`); otherwise one layer of PEFT's holds the adapters of all tasks.
@@ -208,7 +208,7 @@ class AdapterKind:
     """
 
     has_targets: bool = True
-    draws_itself: bool = False
+    draws_dropout: bool = False
     lies_apart: bool = True
     has_penalty: bool = False
     slot: SlabLayout = staticmethod(plain_slot)
@@ -276,7 +276,7 @@ class AdapterKind:
         """Return the multiplexed forward for a layer of class `layer_type`; `None` to leave it as it is."""
         return None if self.forward_type is None else self.forward_type(module, name, stream)
 
-    def arrange(self, model: nn.Module, stream: Stream) -> None:
+    def connect(self, model: nn.Module, stream: Stream) -> None:
         """Connect attached layers of a model with one another; called once after all are attached."""
 
     def penalty(self, config: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -88,7 +88,7 @@ class OwnMethodModel(BaseTuner):
 class OwnMethodKind(AdapterKind):
     """A method of our own, whose layers draw their dropout themselves and hold the adapters of all tasks."""
 
-    draws_itself = True
+    draws_dropout = True
     lies_apart = False
 
     def setting_faults(self, config: Any, where: str) -> list[Fault]:

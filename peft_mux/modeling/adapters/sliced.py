@@ -65,8 +65,8 @@ class SlicedAdapter(MultiplexedForward):
             forwards.append(forward)
             forward = forward.module._modules["base_layer"].__dict__.get("forward")  # type: ignore[union-attr]
         below: Any = forwards[-1].module.base_layer
-        enabled = [one for one in forwards if not one.module.disable_adapters]
-        owners = [next((one for one in enabled if one._has(segment.adapter)), None) for segment in segments]
+        enabled = [forward for forward in forwards if not forward.module.disable_adapters]
+        owners = [next((forward for forward in enabled if forward._has(segment.adapter)), None) for segment in segments]
         # No task adapts this layer, so it runs once over the stream and nothing is sliced.
         if not any(owners):
             return below(rows if is_ids else x)
@@ -113,8 +113,8 @@ class SlicedAdapter(MultiplexedForward):
             raise
         except RuntimeError:
             # Some types check their own numbers, or invert them: a task that has diverged would end all of them.
-            own = (weight for name, weight in layer.named_parameters() if segment.adapter in name.split("."))
-            if all(bool(weight.isfinite().all()) for weight in own):
+            weights = (weight for name, weight in layer.named_parameters() if segment.adapter in name.split("."))
+            if all(bool(weight.isfinite().all()) for weight in weights):
                 raise
             return (layer.get_base_layer()(rows) if ready is None else ready) * float("nan")
         finally:
@@ -136,7 +136,7 @@ def _on_frozen_layer(
     before = layer._modules["base_layer"]
     # Past `setattr`, which would register and check the module again in every pass.
     frozen = layer._modules["base_layer"] = layer.get_base_layer()
-    own, original = frozen.__dict__.get("forward"), frozen.forward
+    forward, original = frozen.__dict__.get("forward"), frozen.forward
     if output is not None:
         frozen.forward = lambda x, *args, **kwargs: output if x is rows else original(x, *args, **kwargs)
     try:
@@ -145,8 +145,8 @@ def _on_frozen_layer(
         layer._modules["base_layer"] = before
         if output is not None:
             del frozen.forward
-            if own is not None:
-                frozen.forward = own
+            if forward is not None:
+                frozen.forward = forward
 
 
 class SlicedKind(AdapterKind):

@@ -108,12 +108,12 @@ class NormKind(SlicedKind):
     def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
         """Return the modules that may be targets: those without children that hold a vector as their weight."""
         others = adaptable_modules(backbone)
-        found = {}
+        norms = {}
         for name, module in backbone.named_modules():
             name, weight = name.replace(".base_layer", ""), module._parameters.get("weight")
             if name not in others and weight is not None and weight.dim() == 1 and not list(module.children()):
-                found[name] = module
-        return found
+                norms[name] = module
+        return norms
 
 
 class ShiraKind(SlicedKind):

@@ -70,8 +70,8 @@ def own_biases(module: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def own_bias_added(module: Any, adapter: str | None, y_NK: torch.Tensor) -> torch.Tensor:
     """Return outputs that hold the module's bias with that of an adapter instead, if the adapter has one."""
-    own = own_biases(module)
-    return y_NK + (own[adapter] - module.bias).to(y_NK.dtype) if adapter is not None and adapter in own else y_NK
+    biases = own_biases(module)
+    return y_NK + (biases[adapter] - module.bias).to(y_NK.dtype) if adapter is not None and adapter in biases else y_NK
 
 
 def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) 
         adapter: internal id of its adapter; `None` before it is injected, when those of all layers are returned.
     """
     how = getattr(config, "bias", "none")
-    found = {}
+    modules = {}
     for name, module in backbone.named_modules() if how != "none" else ():
         around = backbone.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
         plain = re.sub(r"(\.base_layer)+$", "", name)  # layers of several types may lie around one module
@@ -93,8 +93,8 @@ def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) 
             adapter in getattr(around, part) for part in around.adapter_layer_names
         )
         if how == "all" or is_adapted or adapter is None:
-            found[f"{plain}.base_layer" if is_adapted else plain] = module
-    return found
+            modules[f"{plain}.base_layer" if is_adapted else plain] = module
+    return modules
 
 
 def add_biases(config: Any, backbone: nn.Module, adapter: str) -> dict[nn.Parameter, str]:
@@ -107,27 +107,27 @@ def add_biases(config: Any, backbone: nn.Module, adapter: str) -> dict[nn.Parame
     for name, module in wanted_biases(config, backbone, adapter).items():
         if OWN not in module._modules:
             setattr(module, OWN, nn.ParameterDict())
-        own = getattr(module, OWN)[adapter] = nn.Parameter(module.bias.detach().clone())
-        names[own] = f"base_model.model.{name}.{OWN}"
+        copy = getattr(module, OWN)[adapter] = nn.Parameter(module.bias.detach().clone())
+        names[copy] = f"base_model.model.{name}.{OWN}"
     return names
 
 
 def forget_biases(backbone: nn.Module, adapter: str | None = None) -> None:
     """Drop the biases of an adapter; those of all if it is `None`."""
     for module in backbone.modules():
-        own: Any = module._modules.get(OWN)
-        if own is not None and adapter is None:
+        biases: Any = module._modules.get(OWN)
+        if biases is not None and adapter is None:
             delattr(module, OWN)
-        elif own is not None and adapter in own:
-            del own[adapter]
+        elif biases is not None and adapter in biases:
+            del biases[adapter]
 
 
 def merge_biases(backbone: nn.Module, adapter: str) -> None:
     """Write the biases of an adapter into the backbone."""
     for module in list(backbone.modules()):
-        own = own_biases(module)
-        if adapter in own:
-            module.bias.data = own[adapter].detach().clone()  # type: ignore[union-attr]
+        biases = own_biases(module)
+        if adapter in biases:
+            module.bias.data = biases[adapter].detach().clone()  # type: ignore[union-attr]
             vars(module).pop("forward", None)
 
 
@@ -199,8 +199,8 @@ def hidden_copies(backbone: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, own, forward in hidden:
-            module._modules[OWN] = own
+        for module, biases, forward in hidden:
+            module._modules[OWN] = biases
             vars(module).update({} if forward is None else {"forward": forward})
         for name, wrapper in wrappers.items():
             now: Any = backbone.get_submodule(name)
@@ -231,11 +231,11 @@ class MultiplexedTokenRows(MultiplexedForward):
         tokens: Any = self.module.token_adapter
         is_ids = not x.is_floating_point()
         self.check_rows(x, 1 if is_ids else x.shape[-1])
-        own = {} if self.module.disable_adapters else tokens.token_indices
+        indices_by_adapter = {} if self.module.disable_adapters else tokens.token_indices
 
         def changed(segment: RowSegment, part: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
             rows_ID = tokens.trainable_tokens_delta[segment.adapter]
-            indices_I = torch.tensor(own[segment.adapter], device=read.device)
+            indices_I = torch.tensor(indices_by_adapter[segment.adapter], device=read.device)
             if not is_ids:
                 logits_NI = F.linear(read, rows_ID.to(read.dtype))
                 return part.index_copy(1, indices_I, logits_NI.to(part.dtype))
@@ -247,7 +247,9 @@ class MultiplexedTokenRows(MultiplexedForward):
                 own_ND = torch.where((read == padding)[:, None], own_ND.detach(), own_ND)
             return torch.where(is_own_NI.any(dim=1)[:, None], own_ND, part)
 
-        return self.by_task(own, tokens.base_layer(x), changed, x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1]))
+        return self.by_task(
+            indices_by_adapter, tokens.base_layer(x), changed, x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1])
+        )
 
 
 @contextmanager

@@ -109,14 +109,14 @@ class Tuners:
         has_targets, is_known = kind_of(config).has_targets, owner == self.first or owner in self._others
         # Other sets of bare parameters, which are hidden from PEFT: it would refuse an adapter on another set.
         others = {item for item in self._targets if item != _bare_targets(config)}
-        hidden = {key: one for key, one in configs.items() if _bare_targets(one) in others} if is_known else {}
+        hidden = {key: other for key, other in configs.items() if _bare_targets(other) in others} if is_known else {}
         try:
             if not has_targets:
                 with self.alone(model, adapter, config):
                     add_prompt(model, adapter, config)
             elif is_known:
-                for key, one in hidden.items():
-                    configs[key] = copy.copy(one)
+                for key, other in hidden.items():
+                    configs[key] = copy.copy(other)
                     configs[key].target_parameters = None
                 with self.alone(model, adapter, config, is_mixed=bool(others)):
                     model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(backbone))
@@ -157,7 +157,7 @@ class Tuners:
         """
         kind, configs = kind_of(config), model.peft_config
         if kind.has_targets and not self.is_mixed and not is_mixed:
-            # With one type PEFT's own view is the model as it is, and nothing must be taken apart.
+            # With one type PEFT's own view is the model as it is, and need not be taken apart.
             yield
             return
         before = model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config

@@ -313,7 +313,7 @@ def checked_row(
 
 
 def _prompt_ids(request: GenerationRequest, place: int, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Return the tokens of a prompt, the one of this number among those of its task."""
+    """Return the tokens of a prompt: the task's prompt with this index."""
     cells, prompt = RowCells(f"prompts.{request.task}", vocab_size, tokenizer), request.prompt
     is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
     if not is_chat and not isinstance(prompt, str):

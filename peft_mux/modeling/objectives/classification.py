@@ -213,7 +213,7 @@ class ClassificationLoss(Objective):
     uses_totals = False
 
     def eager_reason(self, args: LossArgs) -> str:
-        """Return that each task is computed by itself."""
+        """Return why such passes cannot be captured."""
         return "a classifier takes the loss of each task on its own"
 
     def loss(self, outputs: SequenceOutputs, args: LossArgs) -> TaskLoss:
@@ -282,7 +282,7 @@ def token_logits(
 
     Args:
         hidden_TD: the last hidden states `[T, D]`.
-        rows: positions that the heads shall read, sorted by task.
+        rows: positions that the heads read, sorted by task.
         offsets: where each task's positions begin among them, `N + 1` numbers.
         batch: the micro-batch that the stream reads.
         model: the `MultiTaskPeftModel`.

@@ -40,7 +40,7 @@ class LanguageLoss(Objective):
     balances_routers = True
 
     def eager_reason(self, args: LossArgs) -> str | None:
-        """Return that labels are smoothed, or terms are weighed, if that is so."""
+        """Return a reason if labels are smoothed or terms weighted."""
         if args.label_smoothing_factor:
             return "a task smooths its labels (label_smoothing_factor)"
         return 'a task weighs its targets by their probabilities (loss_type="dft")' if args.loss_type == "dft" else None

@@ -640,7 +640,7 @@ def reward_losses(
     Args:
         chosen_R: scores of the better texts.
         rejected_R: scores of the worse texts.
-        margins_R: by how much the better one shall be ahead; `None` for 0.
+        margins_R: by how much the better one must be ahead; `None` for 0.
         args: options of the loss.
     """
     ahead_R = chosen_R - rejected_R

@@ -48,8 +48,8 @@ def lowest_layer(parameters: Iterable[str]) -> int:
     It is 0 if rows need gradients all the way down, as for weights in embeddings, experts and heads: see
     `Stream.adapters_not_reached`.
     """
-    found = [_LAYER_OF_FACTOR.search(name) for name in parameters]
-    return min((int(one.group(1)) if one is not None else 0 for one in found), default=0)
+    matches = [_LAYER_OF_FACTOR.search(name) for name in parameters]
+    return min((int(match.group(1)) if match is not None else 0 for match in matches), default=0)
 
 
 def rows_needed(segments: Sequence[RowSegment], unmet: frozenset[str]) -> tuple[Rows, ...] | None:
@@ -88,7 +88,7 @@ class MultiplexedLinear(MultiplexedForward):
 
     Attributes:
         group: the layers that are computed together with this one.
-        steps: what adapters do beyond the grouped product, if anything; kept up to date by `LoraKind.arrange`.
+        steps: what adapters do beyond the grouped product, if anything; kept up to date by `LoraKind.connect`.
     """
 
     adds_own_biases = True

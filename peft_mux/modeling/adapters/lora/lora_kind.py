@@ -54,7 +54,7 @@ class DoubledRank:
 
         W + s (B A - B0 A0) = W + s [B | -B0] [A ; A0]        the scale stays: rank and alpha are both doubled
 
-    So PEFT, vLLM and similar load it on the backbone as it is, and nothing must decompose weights again. An adapter
+    So PEFT, vLLM and similar load it on the backbone as it is, and need not decompose weights again. An adapter
     without initial factors is saved as it is.
 
     Args:
@@ -78,8 +78,8 @@ class DoubledRank:
         state = dict(state)
         for prefix, layer in self.layers.items():
             for name, dim, initial in self._initial(layer):
-                own = state[f"{prefix}.{name}"]
-                state[f"{prefix}.{name}"] = torch.cat([own, initial.to(own)], dim=dim)
+                factor = state[f"{prefix}.{name}"]
+                state[f"{prefix}.{name}"] = torch.cat([factor, initial.to(factor)], dim=dim)
         return state
 
     def loaded(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -121,9 +121,9 @@ class DoubledRank:
 
     def _initial(self, layer: Any) -> list[tuple[str, int, torch.Tensor]]:
         """Return for A and B: its name, the dimension that is its rank, and what the files add to it."""
-        found = initial_factors(layer, self._adapter)
-        assert found is not None, "only layers with initial factors are held"
-        return [(*_FACTORS[0], found[0]), (*_FACTORS[1], -found[1])]
+        factors = initial_factors(layer, self._adapter)
+        assert factors is not None, "only layers with initial factors are held"
+        return [(*_FACTORS[0], factors[0]), (*_FACTORS[1], -factors[1])]
 
 
 def set_alpha(layers: Iterable[Any], adapter: str, config: Any, alpha: float) -> None:
@@ -162,7 +162,7 @@ _SIBLING_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("qu
 class LoraKind(AdapterKind):
     """LoRA."""
 
-    draws_itself = True
+    draws_dropout = True
     lies_apart = False
     slot = staticmethod(lora_slot)
     pass_maker = LoraGroups
@@ -196,7 +196,7 @@ class LoraKind(AdapterKind):
         is_linear = len(getattr(module, "lora_A", ())) > 0
         return MultiplexedLinear(module, name, stream) if is_linear else SlicedAdapter(module, name, stream)
 
-    def arrange(self, model: nn.Module, stream: Stream) -> None:
+    def connect(self, model: nn.Module, stream: Stream) -> None:
         """Group the layers that read the same activations, and count the sizes that their kernels need."""
         # Siblings are attributes of one module, so parents are searched and not names.
         modules = [module for _, module in modules_around_adapters(model)]
@@ -204,8 +204,12 @@ class LoraKind(AdapterKind):
             for names in _SIBLING_NAMES:
                 # Some are `None`: latent attention has one matrix of queries or two.
                 layers = [layer for layer in (getattr(parent, name, None) for name in names) if layer is not None]
-                found = [layer.__dict__.get("forward") for layer in layers]
-                members = [one for one in found if isinstance(one, MultiplexedLinear) and one.is_plain]
+                forwards_of_layers = [layer.__dict__.get("forward") for layer in layers]
+                members = [
+                    forward
+                    for forward in forwards_of_layers
+                    if isinstance(forward, MultiplexedLinear) and forward.is_plain
+                ]
                 # Later tasks find their layers grouped; a new group would enroll and build its tables again.
                 if len(members) > 1 and members[0].group.members != members:
                     group = LinearGroup(members, stream)
@@ -220,7 +224,9 @@ class LoraKind(AdapterKind):
                 layer: Any = forward.module
                 adapters = (*layer.lora_A, *own_biases(layer.get_base_layer()))
                 steps = {adapter: RowSteps(layer, adapter) for adapter in adapters}
-                forward.steps = {adapter: own for adapter, own in steps.items() if own}
+                forward.steps = {
+                    adapter: steps_of_adapter for adapter, steps_of_adapter in steps.items() if steps_of_adapter
+                }
 
 
 register_kind(LoraKind(TypeEntry("LORA", Category.FUSED, REASONS, FIELDS), "LoRA"))

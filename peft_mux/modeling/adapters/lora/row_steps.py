@@ -110,7 +110,7 @@ class RowSteps:
                 if bias_K is None:
                     return y_NK * scale_K
                 return (y_NK - bias_K.to(y_NK.dtype)) * scale_K + bias_K.to(y_NK.dtype)
-            # As in PEFT: the backbone's own part sees the input, and what is added to it sees the dropped one.
+            # As in PEFT: the backbone's own part sees the input, and the correction sees the input after dropout.
             x_ND = drop(x_ND).to(y_NK.dtype)
             a_RD, b_KR = (part[adapter].weight.to(y_NK.dtype) for part in (layer.lora_A, layer.lora_B))
             added = F.linear(F.linear(x_ND, a_RD), b_KR) * layer.scaling[adapter]
