@@ -82,7 +82,7 @@ def run(
         arguments: further fields of `MultiTaskTrainingArguments`.
 
     Returns:
-        `probes` of packing: on which device and in which precision each ran, and how often it called flash attention
+        `probes` of packing: on which device and in which precision each ran, and how often it called attention
         and shrink; `steps` by task; `waits` and `blocking_copies` by phase and place; `launches` by kernel; of training
         passes the `micro_batches`, the `sets` of tasks that these held, the `misses`, in how many of them tables were
         made, and the `captures`; `memory`: the bytes at most that the plan predicts, that were allocated, and that
@@ -95,6 +95,11 @@ def run(
     in_step = False
     micro_batches: list[tuple[str, ...]] = []
     probes: list[tuple[str, str, int, int]] = []
+
+    def called() -> tuple[int, int]:
+        launched = device.launches.counts
+        return device.attention[VARLEN] + launched["attention_forward_kernel"], launched["shrink_kernel"]
+
     make_tables, run_step, check_packing = LoraGroups.make_tables, Executor.run, modeling.check_packing
 
     def noted(groups: LoraGroups, *args: Any) -> Any:
@@ -111,9 +116,9 @@ def run(
         return result
 
     def probed(model: MultiTaskPeftModel) -> None:
-        before = device.attention[VARLEN], device.launches.counts["shrink_kernel"]
+        before = called()
         check_packing(model)
-        after = device.attention[VARLEN], device.launches.counts["shrink_kernel"]
+        after = called()
         probes.append((model.device.type, str(probe.path_of(model).dtype), after[0] - before[0], after[1] - before[1]))
 
     with ExitStack() as stack:
