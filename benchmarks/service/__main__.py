@@ -132,8 +132,9 @@ def p95(seconds: Sequence[float]) -> float:
 def throughput(folder: Path, scale: Scale) -> list[Row]:
     """Clients that each send calls and steps, against the same service with `set_adapter` in turn."""
     found = []
-    for width, names in ((64, ("64 tokens", "192 tokens")), (512, ("bound by computing",))):
-        _, _, _, num_layers, num_words = SIZES[names[0]]
+    small, computing = ("64 tokens", "192 tokens"), ("bound by computing",)
+    for width, num_layers, names in ((64, 16, small), (512, 4, computing)):
+        num_words = SIZES[names[0]][-1]
         model = saved(folder / str(width), width, num_layers, num_words)
         with ExitStack() as stack:
             servers, clients = {}, {}
