@@ -113,7 +113,7 @@ def test_equal_content_makes_equal_files_whatever_the_order(tmp_path: Path) -> N
 def test_a_file_without_tensors_is_a_typed_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     path.write_bytes(content)
-    said = r"t\.safetensors is not an intact safetensors file \(Error while deserializing header"
+    said = r"t\.safetensors is not an intact safetensors file \(Error while deserializing: header"
     with pytest.raises(CheckpointError, match=said):
         load_tensors(path)
     with pytest.raises(CheckpointError, match="absent"):
