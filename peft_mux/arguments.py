@@ -324,8 +324,9 @@ HARMLESS = (
     "dataloader_prefetch_factor dataloader_multiprocessing_context remove_unused_columns length_column_name "
     # Held-out rows are packed too, and predictions go to the CPU after every pass, gathered as objects.
     "eval_accumulation_steps eval_use_gather_object "
-    # A task whose loss is not finite ends before it would be logged; memory is always measured.
-    "logging_nan_inf_filter skip_memory_metrics"
+    # A task whose loss is not finite ends before it would be logged; memory is always measured, and the states of
+    # callbacks are always restored.
+    "logging_nan_inf_filter skip_memory_metrics restore_callback_states_from_checkpoint"
 ).split()
 """Inherited fields that do not affect results here."""
 REASONS = by_name(

@@ -99,6 +99,7 @@ ELSEWHERE = {
     "do_train do_eval do_predict": "flags that only the user's script reads, as Trainer documents",
     "project trackio_space_id trackio_bucket_id trackio_static_space_id run_name logging_dir": "loggers of report_to",
     "ddp_timeout": "read where there are several processes",
+    "per_device_eval_batch_size": "read where predictions are of pairs",
     "log_level_replica": "read on replicas",
     "tf32": "TrainingArguments itself, where there is a GPU",
     "liger_kernel_config": "read where Liger runs, on a GPU",

@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer_callback import ExportableState
 
 from peft_mux import storage
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import weights_digest
 from peft_mux.task import TaskStatus
+from peft_mux.user_code import UserCodeError, guard_user_code
 
 FORMAT_VERSION = 5
 STATE_NAME = "state.json"
@@ -205,12 +209,33 @@ def task_state(run: ActiveTask) -> dict[str, Any]:
         "last_loss": str(run.last_loss),
         "loss_mean": [run.loss_mean.total, run.loss_mean.count],
         "best": run.best.state(),
+        "callbacks": _callback_states(run),
         "trainer_state": {
             "global_step": run.state.global_step,
             "epoch": run.state.epoch,
             "log_history": run.state.log_history,
         },
     }
+
+
+def _callback_states(run: ActiveTask) -> list[tuple[str, dict[str, Any]]]:
+    """Return class and attributes of each stateful callback of a task; no attributes if they cannot be saved."""
+    states: list[tuple[str, dict[str, Any]]] = []
+    for callback in run.task.callbacks:
+        attributes: dict[str, Any] = {}
+        if isinstance(callback, ExportableState):
+            with suppress(UserCodeError), guard_user_code(run.name, "callback"):
+                attributes = json.loads(json.dumps(callback.state()["attributes"]))
+        states.append((type(callback).__name__, attributes))
+    return states
+
+
+def restore_callbacks(run: ActiveTask, states: list[tuple[str, dict[str, Any]]]) -> None:
+    """Set the saved attributes of a task's callbacks, unless others have taken their places."""
+    for callback, (kind, attributes) in zip(run.task.callbacks, states, strict=False):
+        if isinstance(callback, ExportableState) and type(callback).__name__ == kind:
+            with suppress(UserCodeError), guard_user_code(run.name, "callback"):
+                vars(callback).update(attributes)
 
 
 def read_task_state(path: Path) -> dict[str, Any]:
@@ -241,6 +266,7 @@ def read_task_state(path: Path) -> dict[str, Any]:
             "last_loss": float(_text(value["last_loss"], "last_loss")),
             "loss_mean": (float(total), _count(number, "loss_mean")),
             "best": value["best"],
+            "callbacks": [(_text(kind, "callback"), dict(attributes)) for kind, attributes in value["callbacks"]],
             "trainer_state": {
                 "global_step": _count(seen["global_step"], "global_step"),
                 "epoch": None if seen["epoch"] is None else float(seen["epoch"]),

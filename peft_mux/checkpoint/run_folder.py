@@ -44,6 +44,7 @@ from peft_mux.checkpoint.records import (
     read_task_state,
     record_path,
     record_paths,
+    restore_callbacks,
     task_state,
 )
 from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snapshot
@@ -253,6 +254,7 @@ class RunFolder:
             run.step, run.num_tokens, run.last_loss = step, saved["num_tokens"], saved["last_loss"]
             run.loss_mean.total, run.loss_mean.count = saved["loss_mean"]
             run.best.load(saved["best"])
+            restore_callbacks(run, saved["callbacks"])
             run.state = TrainerState(**{**asdict(run.state), **saved["trainer_state"]})
             run.state.best_metric, run.state.best_global_step = run.best.value, run.best.step
             if (optimizer is None and not has_more_steps) or run.optimizer is None:

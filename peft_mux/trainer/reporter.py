@@ -157,6 +157,7 @@ class Reporter:
         run.log.record_own_code()
         for one in run.records if len(run.records) > 1 else ():
             run.log.event("rank", **one._asdict())
+        run.callbacks.log({name if "/" in name else f"run/{name}": value for name, value in metrics.items()})
         run.callbacks.call("on_train_end")
         for own in run.table:
             if own.name in run.log.callbacks and not own.status.is_final:

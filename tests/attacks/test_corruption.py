@@ -405,6 +405,8 @@ HOSTILE_STATES: dict[str, Any] = {
     "a loss mean that is long": {"loss_mean": [1, 2, 3]},
     "a loss mean of texts": {"loss_mean": ["a", "b"]},
     "a best of None": {"best": None},
+    "callbacks of None": {"callbacks": None},
+    "callbacks of texts": {"callbacks": [["EarlyStoppingCallback", "many"]]},
     "an optimizer of None": {"optimizer": None},
     "an optimizer that is a text": {"optimizer": "sgd"},
     "an optimizer that is a list": {"optimizer": [[[]]]},

@@ -256,6 +256,7 @@ def test_restarted_workers_get_a_store_of_their_own() -> None:
     for kubernetes in ("jobset.yaml", "trainjob.yaml"):
         assert {"name": name, "value": "1"} in pod_of(kubernetes)[1]["env"]
     assert recipe("skypilot.yaml")["envs"][name] == "1"
+    assert recipe("skypilot.yaml")["resources"]["network_tier"] == "best", "NCCL uses TCP without RDMA"
     assert f"export {name}=1" in (RECIPES / "slurm.sh").read_text(encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, tiny_llama, train, weights
 from tests.records import run_records as records
-from tests.runs import SAVING, Acts, assert_equal_weights
+from tests.runs import SAVING, Acts, assert_equal_weights, stops_after
 
 HELD_OUT = rows(5, 4, 9, 9)
 
@@ -34,18 +34,28 @@ def scored(scores: list[float], name: str = "own", **settings: Any) -> Any:
 def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_path: Path) -> None:
     stops = EarlyStoppingCallback(early_stopping_patience=2)
     own = scored([3.0, 5.0, 4.0, 4.5, 9.0, 9.0], callbacks=[stops], metric_for_best_model="score")
-    evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 1}
+    evaluated: dict[str, Any] = {"eval_dataset": {"a": HELD_OUT, "b": HELD_OUT}, "eval_steps": 1}
+    evaluated |= {"metric_for_best_model": "b_loss"}
     by_loss = small_task("by-loss", data_seed=1, callbacks=[EarlyStoppingCallback(2, 1.0)], **evaluated)
     trainer = make_trainer([own, by_loss, small_task("other", data_seed=2, max_steps=5)], tmp_path)
     trainer.train()
     assert trainer.task_statuses == {"own": "stopped_early", "by-loss": "stopped_early", "other": "succeeded"}
     assert trainer.table["own"].reason == "stopped by a callback of the task"
     assert trainer.table["own"].step == 4, "two evaluations in a row were no better than 5.0"
+    assert trainer.table["by-loss"].step == 3, "no later loss was less by 1.0"
     state = trainer.task_states["own"]
     assert (state.best_metric, state.best_global_step) == (5.0, 2)
     said = r"callbacks must be without EarlyStoppingCallback, .*, got one for the whole run.*Task\(callbacks="
     with pytest.raises(ConfigError, match=said):
         MultiTaskTrainer(tiny_llama(), trainer.args, [small_task("a", data_seed=1)], callbacks=[stops])
+
+
+def test_an_early_stopping_callback_keeps_its_count_in_a_resumed_run(tmp_path: Path) -> None:
+    for scores, resume in ([3.0, 5.0, 4.0], None), ([4.5, 9.0, 9.0], True):
+        options = {"callbacks": [EarlyStoppingCallback(2)], "metric_for_best_model": "score", "max_steps": 6}
+        trainer = make_trainer([scored(scores, **options)], tmp_path, recorder=stops_after(3), **SAVING)
+        trainer.train(resume_from_checkpoint=resume)
+    assert (trainer.table["own"].step, trainer.table["own"].status.value) == (4, "stopped_early")
 
 
 def test_a_task_ends_with_the_adapter_of_its_best_evaluation(tmp_path: Path) -> None:
