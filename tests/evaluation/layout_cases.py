@@ -106,7 +106,7 @@ def metric_tasks(calls: dict[str, Calls]) -> list[Task]:
 def train(rank: int, folder: Path, arguments: dict[str, Any]) -> Measured:
     """Train the tasks on a tiny Llama; passes of evaluation hold two rows or so, so that there are several."""
     calls = {name: Calls() for name in ("well", "shrunk", "broken", "odd", "declining")}
-    options = {**SAVING, "max_tokens_per_micro_batch": 16, "ddp_timeout": parallel_cases.TIMEOUT_S, **arguments}
+    options = {**SAVING, "max_tokens_per_micro_batch": 16, "ddp_timeout": 3 * parallel_cases.TIMEOUT_S, **arguments}
     recorder, model = lab.Recorder(keep_weights=False), layout_cases.backbone("llama")
     trainer = lab.make_trainer(metric_tasks(calls), folder, model=model, recorder=recorder, **options)
     trainer.train()
