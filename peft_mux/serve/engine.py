@@ -45,7 +45,7 @@ _RETURN_SHARE, _MOST_RETURN_S = 0.25, 0.05
 """How long a pass waits for models that the last one has answered: a share of its time, and the most."""
 _HALF_LIFE_S = 60.0
 """Seconds after which tokens of a tenant count half for fairness."""
-_LIMITS_S = 5.0
+_LIMITS_S, _PASSES_S = 5.0, 60.0
 _MOST_SAMPLED_TOKENS = 2**16
 """Most tokens of prompts and completions in the batch that is sampled; a larger request is a batch by itself."""
 
@@ -292,7 +292,8 @@ class Engine:
         self._finished: list[tuple[Request, bytes, str | None, dict[str, int]]] = []
         self._usage: dict[str, float] = {}
         self._usage_at = time.monotonic()
-        self._known_limits: dict[str, tuple[tuple[int | None, int | None], float]] = {}
+        self._known_limits: dict[str, tuple[int | None, int | None]] = {}
+        self._limits_read_s = 0.0
         self.requests: dict[str, Request] = {}
         self.queued_tokens = Counter[str]()  # by tenant
         self._tokenizer, self._sampling = tokenizer, calls.sampling(tokenizer)
@@ -302,7 +303,7 @@ class Engine:
         self._waiting: list[Request] = []
         self._joining: list[Request] = []
         self._most_sampled_tokens = _MOST_SAMPLED_TOKENS
-        self.passes: deque[tuple[float, float, int, int]] = deque(maxlen=10_000)
+        self.passes = deque[tuple[float, float, int, int]]()
         self.failure = ""
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -427,6 +428,7 @@ class Engine:
         """Drop a request that is answered, or will be by the writer."""
         if self.requests.pop(request.id, None) is not None:
             self.queued_tokens[request.key] -= request.num_tokens
+            self.queued_tokens += Counter()  # without zeros
 
     def _fail(self, request: Request, reason: str, category: str = USER) -> None:
         self._finish(request, reason.encode(), category)
@@ -563,12 +565,13 @@ class Engine:
 
     def _limits(self, key: str) -> tuple[int | None, int | None]:
         """Return the limits of a key, read again every few seconds."""
-        limits, read_at = self._known_limits.get(key, ((None, None), 0.0))
-        if time.monotonic() - read_at > _LIMITS_S or not read_at:
+        if time.monotonic() - self._limits_read_s > _LIMITS_S:
+            self._known_limits.clear()
+            self._limits_read_s = time.monotonic()
+        if key not in self._known_limits:
             rows = self._ledger.read("SELECT max_models, max_queued_tokens FROM keys WHERE name = ?", key)
-            limits = tuple(rows[0]) if rows else (None, None)
-            self._known_limits[key] = limits, time.monotonic()
-        return limits
+            self._known_limits[key] = tuple(rows[0]) if rows else (None, None)
+        return self._known_limits[key]
 
     def _make(self, model: Model, request: Request) -> None:
         """Open a new model, or one that begins with a checkpoint."""
@@ -651,7 +654,10 @@ class Engine:
                 crashpoint("mid_replay")
             self._usage[model.key] = self._usage.get(model.key, 0.0) + request.num_tokens
             self._next(model)
-        self.passes.append((time.monotonic(), seconds, len(running), num_tokens))
+        now_s = time.monotonic()
+        self.passes.append((now_s, seconds, len(running), num_tokens))
+        while self.passes[0][0] < now_s - _PASSES_S:
+            self.passes.popleft()
         return True
 
     # ------------------------------------------------------------------ sampling
