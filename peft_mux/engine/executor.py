@@ -3,7 +3,7 @@
 `Executor` runs processes that hold all layers; `PipelineExecutor` runs the stages of a pipeline. Both begin the sums of
 gradients as soon as a task's last backward is done, and both may hold an `Interleaving` or a `ShardedBackbone`::
 
-    StepWork --> with_reference_values            log-probabilities of a reference model, sums of KTO: no gradients
+    StepWork --> Prepasses (engine/prepasses)     log-probabilities of a reference model, sums of KTO: no gradients
                    |
                    |--> Executor.run              chains of micro-batches, in order
                    |      run_chain                 forward 0 .. n, backward n .. 0
@@ -38,7 +38,6 @@ attention also holds a copy of the earlier keys and values for each part.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -49,16 +48,15 @@ from peft_mux.data.batch import MuxBatch, chains_of, is_chained
 from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.fsdp import ShardedBackbone
 from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.prepasses import Prepasses
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.heads import token_outputs
-from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE, ROUTER_TOTALS
 from peft_mux.modeling.objectives.task_objective import MuxOutput
-from peft_mux.modeling.stream import Kept, in_mode
+from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.plan import Plan
 
 UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
@@ -77,7 +75,7 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-class Executor:
+class Executor(Prepasses):
     """Runs the micro-batches of a step through all layers, forward and backward.
 
     Args:
@@ -159,51 +157,46 @@ class Executor:
         project_prompts(self.model, work.tasks)
         micro_batches = self.with_reference_values(work.micro_batches, work.tasks, total=self.sync.total)
         chains = chains_of(micro_batches)
-        groups = [[chain] for chain in chains]
-        if self.interleaving is not None:
-            groups = [[chains[index] for index in group] for group in self.interleaving.groups(chains)]
         # Agreed on first: a process that begins its passes must know that the others join as many gatherings.
-        longest = [] if self.sharded is None else self.sharded.agree_on_passes([len(chain) for chain in chains])
+        longest = None if self.sharded is None else self.sharded.agree_on_passes([len(chain) for chain in chains])
         self.sync.begin(work)
         self.clock.start_step()
         sums = StepSums(self.model, work.tasks, self.device)
         self.shortage = ""
         try:
             with self.model.unchanging_weights(work.tasks):
-                for index, group in enumerate(groups):
-                    # How long this process has waited, if it waits for each sum of a group at once.
-                    waits_at_once = self.interleaving is not None and len(group) == 1
-                    waited_s = (lambda: self.sync.processes.waited_s) if waits_at_once else None
-                    with self.clock.timing([micro_batch for chain in group for micro_batch in chain], waited_s):
-                        if self.interleaving is not None:
-                            outputs = self.interleaving.run(
-                                group, lambda number, group=group: self.run_chain(group[number])
-                            )
-                        else:
-                            outputs = [self.run_chain(group[0], longest[index] if longest else 0)]
-                    for chain, passes in zip(group, outputs, strict=True):
-                        for micro_batch, output in zip(chain, passes, strict=True):
-                            sums.add(output)
-                            # At once, so that the sum of a complete task hides behind the passes that are left.
-                            self.sync.after_backward(micro_batch)
+                for micro_batch, output in self._run_chains(chains, longest):
+                    sums.add(output)
+                    # At once, so that the sum of a complete task hides behind the passes that are left.
+                    self.sync.after_backward(micro_batch)
         except (RuntimeError, MemoryError) as error:
             if not self.finishes_steps or not is_out_of_memory(error):
                 raise
             self.shortage = first_line(error)
-        if self.sharded is not None:
-            # Positions at which only other processes have chains.
-            for num_passes in longest[len(chains) :]:
-                self.sharded.join_forwards(num_passes)
-                self.sharded.join_backwards(num_passes)
         failures = self.model.objectives.take_failures()
         return self.sync.finish(StepResult.of(work, sums, loss_failures=failures))
 
-    def run_chain(self, chain: Sequence[MuxBatch], most_passes: int = 0) -> list[MuxOutput]:
+    def _run_chains(
+        self, chains: Sequence[Sequence[MuxBatch]], longest: Sequence[int] | None
+    ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
+        """Yield each micro-batch with its output, after its backward."""
+        if self.interleaving is not None:
+            yield from self.interleaving.run_chains(
+                chains, self.run_chain, self.clock, lambda: self.sync.processes.waited_s
+            )
+        elif self.sharded is not None:
+            yield from self.sharded.run_chains(chains, longest or (), self.run_chain, self.clock)
+        else:
+            for chain in chains:
+                with self.clock.timing(chain):
+                    outputs = self.run_chain(chain)
+                yield from zip(chain, outputs, strict=True)
+
+    def run_chain(self, chain: Sequence[MuxBatch]) -> list[MuxOutput]:
         """Run the forwards of a chain in order, and its backwards in reverse.
 
         Args:
             chain: micro-batches that share sequences, or a single one.
-            most_passes: number of passes of the process that has most at this position, if weights are sharded.
 
         Returns:
             The output of each pass, without its graph.
@@ -216,11 +209,6 @@ class Executor:
             replayed = self.captured.run(chain[0])
             if replayed is not None:
                 return [MuxOutput(replayed, chain[0].task_names)]
-        # Passes of others: forwards before its own and backwards after them, so that every process gathers in one
-        # order, all forwards of the position and then all backwards.
-        num_missing = most_passes - len(chain)
-        if self.sharded is not None:
-            self.sharded.join_forwards(num_missing)
         store = self.model.stream.key_values
         flights: list[tuple[MuxOutput, list[Kept]]] = []
         try:
@@ -235,103 +223,7 @@ class Executor:
                 store.release(kept)
         finally:
             store.clear()  # a pass that failed leaves its graph nowhere
-        if self.sharded is not None:
-            self.sharded.join_backwards(num_missing)
         return found
-
-    def with_reference_values(
-        self,
-        micro_batches: Sequence[MuxBatch],
-        tasks: Sequence[str],
-        *,
-        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[MuxBatch, ...]:
-        """Return micro-batches with everything that the losses of their tasks need to know beforehand.
-
-        Log-probabilities of the backbone without adapters (the reference model of DPO and others), and sums over the
-        whole global batch (KTO's estimate of the KL divergence, what routers did with its tokens), each from passes
-        without gradient. The passes with gradient need not know of them; a step without such losses has no such pass.
-        Every process of a replica calls this; if weights are sharded, every process of the run.
-
-        Args:
-            micro_batches: the micro-batches of this process.
-            tasks: names of the tasks of the step, the same on every process.
-            total: sums numbers over the replicas; by default they are those of this replica alone, as in an evaluation.
-        """
-        objectives, ready = self.model.objectives, tuple(micro_batches)
-        referring = [name for name in tasks if objectives.args_of(name).needs_reference]
-        if referring:
-            ready = self._with_references(ready, referring)
-        counting = [name for name in tasks if objectives.of(name).num_batch_values(objectives.args_of(name))]
-        if counting:
-            ready = self._with_batch_values(ready, counting, total)
-            ready = tuple(_of_pass(self.model, one, counting, is_reference_pass=False) for one in ready)
-        balanced = [name for name in tasks if self.model.adapter_of(name) in self.model.router_loss.coefficients]
-        return self._with_router_totals(ready, balanced, total) if balanced and total is not None else ready
-
-    def _with_references(self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str]) -> tuple[MuxBatch, ...]:
-        """Add the log-probabilities of the reference, for rows that do not bring them."""
-        model, chosen = self.model, []
-        for micro_batch in micro_batches:
-            lacking = []
-            for index, name in enumerate(micro_batch.task_names):
-                brought = {*micro_batch.target_columns[index], *micro_batch.row_values[index]}
-                wanted = model.objectives.of(name).reference_columns
-                if name in tasks and not (wanted and brought.issuperset(wanted)):
-                    lacking.append(index)
-            chosen.append(lacking)
-        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
-        own = [name for name in tasks if name in model.registry.references]
-        # A reference depends on the row alone, so no dropout of the backbone may be drawn.
-        evaluating, frozen = in_mode(model, training=False), model.stream.without_adapters(but=own)
-        with evaluating, model.registry.reference_weights(own), frozen:
-            found = iter(self.forward_terms(parts))
-        ready = []
-        for micro_batch, own in zip(micro_batches, chosen, strict=True):
-            nll_M = next(found) if own else None
-            if nll_M is not None:
-                columns = list(micro_batch.target_columns)
-                counts = [micro_batch.target_offsets[index + 1] - micro_batch.target_offsets[index] for index in own]
-                for index, part in zip(own, nll_M.split(counts), strict=True):
-                    columns[index] = {**columns[index], REFERENCE: -part}
-                micro_batch = replace(micro_batch, target_columns=tuple(columns))
-            ready.append(micro_batch)
-        return tuple(ready)
-
-    def _with_batch_values(
-        self,
-        micro_batches: tuple[MuxBatch, ...],
-        tasks: Sequence[str],
-        total: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> tuple[MuxBatch, ...]:
-        """Add the sums over the global batch that the losses of tasks make of their targets."""
-        model, objectives = self.model, self.model.objectives
-        counts = {name: objectives.of(name).num_batch_values(objectives.args_of(name)) for name in tasks}
-        sums = {name: torch.zeros(count, device=model.device) for name, count in counts.items()}
-        parts = [_of_pass(model, part, tasks, is_reference_pass=True) for part in _with_tasks(micro_batches, tasks)]
-        for part, nll_M in zip(parts, self.forward_terms(parts), strict=True):
-            for outputs in () if nll_M is None else token_outputs(nll_M, part.to(model.device)):
-                own = objectives.of(outputs.task).batch_values(outputs, objectives.args_of(outputs.task))
-                sums[outputs.task] = sums[outputs.task] + own.detach()
-        values = self.shared(torch.cat(list(sums.values())))
-        values = values if total is None else total(values)
-        found = dict(zip(sums, values.split([len(one) for one in sums.values()]), strict=True))
-        return _with_row_values(micro_batches, BATCH_VALUES, found)
-
-    def _with_router_totals(
-        self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str], total: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[MuxBatch, ...]:
-        """Add what routers do with the tokens of each task's global batch, unless one pass here holds all of them."""
-        model, passes = self.model, Counter(name for one in micro_batches for name in one.task_names)
-        tasks = [name for name in tasks if not self.sees_whole_batches or passes[name] > 1]
-        if not tasks:
-            return micro_batches
-        with model.router_loss.counting() as counted:
-            self.forward_terms(_with_tasks(micro_batches, tasks))
-        none = torch.zeros(2, model.router_loss.num_experts, device=model.device)
-        totals = torch.stack([counted.get(model.adapter_of(name), none) for name in tasks])
-        found = dict(zip(tasks, total(self.summed_over_stages(totals)).unbind(), strict=True))
-        return _with_row_values(micro_batches, ROUTER_TOTALS, found)
 
     # ------------------------------------------------------------------ forward passes
 
@@ -367,18 +259,10 @@ class Executor:
         with self.precision():
             return self.model.sequence_logits(micro_batch.to(self.device))
 
-    def shared(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values that were computed with the output head, on every process of the replica."""
-        return values
-
     @property
     def sees_whole_batches(self) -> bool:
         """Whether the passes of this process are all passes of each task, through all layers."""
         return self.sync.layout.num_replicas == 1
-
-    def summed_over_stages(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of values of each stage's own layers, on every process of the replica."""
-        return values
 
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass; nothing is changed."""
@@ -425,47 +309,3 @@ def pass_backward(output: torch.Tensor, gradient: torch.Tensor | None, kept: Seq
         # One call for all roots: the losses and the kept keys and values share a graph, which a backward frees.
         tensors, gradients = zip(*roots, strict=True)
         torch.autograd.backward(tensors, gradients)
-
-
-def _of_tasks(micro_batch: MuxBatch, indices: Sequence[int]) -> MuxBatch:
-    if len(indices) == len(micro_batch.task_names):
-        return micro_batch
-    part = micro_batch.of_tasks(indices)
-    # Rows of these losses are whole; the parts of other tasks' long rows next to them are gone.
-    return replace(part, parts=()) if all(one.is_whole for one in part.parts) else part
-
-
-def _with_tasks(micro_batches: Sequence[MuxBatch], tasks: Sequence[str]) -> list[MuxBatch]:
-    """Return the parts of micro-batches with only some tasks; those with none of them are left out."""
-    chosen = [[index for index, name in enumerate(one.task_names) if name in tasks] for one in micro_batches]
-    return [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
-
-
-def _with_row_values(
-    micro_batches: Sequence[MuxBatch], key: str, found: Mapping[str, torch.Tensor]
-) -> tuple[MuxBatch, ...]:
-    """Return micro-batches in which the rows of some tasks have another value, given by task."""
-    ready = []
-    for micro_batch in micro_batches:
-        names = micro_batch.task_names
-        pairs = zip(names, micro_batch.row_values or [{} for _ in names], strict=True)
-        rows = tuple({**own, key: found[name]} if name in found else own for name, own in pairs)
-        ready.append(replace(micro_batch, row_values=rows))
-    return tuple(ready)
-
-
-def _of_pass(
-    model: MultiTaskPeftModel, micro_batch: MuxBatch, tasks: Sequence[str], *, is_reference_pass: bool
-) -> MuxBatch:
-    """Return a micro-batch with the sequences that one kind of pass reads of the rows of some tasks.
-
-    Some losses (KTO) read one sequence of each row only in the reference pass, and the others only in the pass with
-    gradient. Sequences of other tasks stay.
-    """
-    kept: list[bool] = []
-    for index, name in enumerate(micro_batch.task_names):
-        first, last = micro_batch.row_offsets[index], micro_batch.row_offsets[index + 1]
-        own = model.objectives.of(name).prepass_sequence if name in tasks else None
-        for count in micro_batch.row_sequences[first:last]:
-            kept += [own is None or (place == own) == is_reference_pass for place in range(count)]
-    return micro_batch if all(kept) else micro_batch.of_sequences(kept)

@@ -29,7 +29,7 @@ other stages, and for the same action in other replicas; `peft_mux.engine.pipeli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.work import PassClock
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.modules import is_meta, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.divided_model import PassThrough
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 
 
 def shard_backbone(
@@ -174,6 +177,34 @@ class ShardedBackbone:
             return [1] * num_positions
         padded = [*chain_lengths, *[0] * (num_positions - len(chain_lengths))]
         return [max(lengths) for lengths in zip(*self.processes.exchange(padded), strict=True)]
+
+    def run_chains(
+        self,
+        chains: Sequence[Sequence[MuxBatch]],
+        longest: Sequence[int],
+        run_chain: Callable[[Sequence[MuxBatch]], list[MuxOutput]],
+        clock: PassClock,
+    ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
+        """Run the chains of this process, and join the passes that others have more of; yield each with its output.
+
+        Args:
+            chains: the chains of this process, in order.
+            longest: the longest chain at each position, as all processes have agreed (`agree_on_passes`).
+            run_chain: runs all forwards of a chain, then all its backwards.
+            clock: times the passes.
+        """
+        for chain, most in zip(chains, longest, strict=False):
+            # Passes of others: forwards before its own and backwards after them, so that every process gathers in one
+            # order, all forwards of the position and then all backwards.
+            with clock.timing(chain):
+                self.join_forwards(most - len(chain))
+                outputs = run_chain(chain)
+                self.join_backwards(most - len(chain))
+            yield from zip(chain, outputs, strict=True)
+        # Positions at which only other processes have chains.
+        for most in longest[len(chains) :]:
+            self.join_forwards(most)
+            self.join_backwards(most)
 
     def join_forwards(self, num_passes: int, virtual_stage: int = 0) -> None:
         """Join forwards of other processes: gather units in their order, and free them immediately.

@@ -40,7 +40,7 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -48,9 +48,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.work import PassClock
 from peft_mux.kernels.cross_entropy.linear import TensorParallelLinks, Waitable
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import KeyValueStore, Stream
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.subgraphs import (
@@ -131,6 +133,30 @@ class Interleaving:
         # All tasks of a chain belong to one hTask.
         buckets = [self._bucket_of.get(self._htask_of.get(own[0], -1), 0) if own else 0 for own in tasks]
         return turn_groups(tasks, buckets, self.width, may_repeat=may_repeat)
+
+    def run_chains(
+        self,
+        chains: Sequence[Chain],
+        run_chain: Callable[[Chain], list[MuxOutput]],
+        clock: PassClock,
+        waited_s: Callable[[], float],
+    ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
+        """Run the chains of a step, those of a group in turns; yield each micro-batch with its output.
+
+        Args:
+            chains: the chains of the step, in order.
+            run_chain: runs all forwards of a chain, then all its backwards.
+            clock: times the groups.
+            waited_s: returns the seconds that this process has waited for others so far.
+        """
+        for indices in self.groups(chains):
+            group = [chains[index] for index in indices]
+            # A chain by itself waits for each of its sums at once.
+            waits = waited_s if len(group) == 1 else None
+            with clock.timing([micro_batch for chain in group for micro_batch in chain], waits):
+                outputs = self.run(group, lambda number, group=group: run_chain(group[number]))
+            for chain, passes in zip(group, outputs, strict=True):
+                yield from zip(chain, passes, strict=True)
 
     def run(
         self,

@@ -44,10 +44,10 @@ def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dic
         tokens.append(sum(micro_batch.num_tokens for micro_batch in work.micro_batches))
         return run(self, work)
 
-    def slowly(self: Executor, chain: Any, most_passes: int = 0) -> Any:
+    def slowly(self: Executor, chain: Any) -> Any:
         num_tokens = sum(micro_batch.num_tokens for micro_batch in chain)
         time.sleep(num_tokens * SECONDS_PER_TOKEN * (4 if rank == slow else 1))
-        return passes(self, chain, most_passes)
+        return passes(self, chain)
 
     Executor.run, Executor.run_chain = count, slowly
     tasks = [
@@ -63,12 +63,12 @@ def train_with_a_process_that_is_stopped_once(rank: int, folder: Path) -> list[f
     """Train over two replicas; rank 1 is stopped for three seconds within a pass, as a debugger or a full host does."""
     passes, calls = Executor.run_chain, []
 
-    def stopped_at_the_third(self: Executor, chain: Any, most_passes: int = 0) -> Any:
+    def stopped_at_the_third(self: Executor, chain: Any) -> Any:
         calls.append(rank)
         if rank == 1 and len(calls) == 3:
             subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"])
             time.sleep(0.5)  # during which the signal comes
-        return passes(self, chain, most_passes)
+        return passes(self, chain)
 
     Executor.run_chain = stopped_at_the_third
     tasks = [lab.small_task("a", data_seed=1, length=8, train_batch_size=4, max_steps=6)]
