@@ -6,6 +6,9 @@ An import counts wherever it stands: at the top of a module, inside a function, 
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +19,7 @@ import pytest
 
 from tests.children import run_code
 from tests.paths import ROOT
+from tools.shape import ASSEMBLING, WINGS, core_to_wings
 
 PACKAGE = ROOT / "peft_mux"
 
@@ -44,6 +48,56 @@ ROOMS = (
     "__init__",
 )
 """The parts of the package, from the ground up: each imports only itself and what stands before it."""
+
+STILL_IMPORTED = {
+    "checkpoint.saver": "reporting.report",
+    "checkpoint.task_state": "engine.layout modeling.divided_model",
+    "engine.executor": (
+        "engine.cuda_graphs engine.fsdp engine.tensor.interleaving modeling.adapters.prompts.prompts scheduler.plan"
+    ),
+    "engine.gradients": "engine.layout modeling.divided_model",
+    "engine.steps": "engine.dispatch engine.layout scheduler.plan",
+    "engine.tasks.active_task": "modeling.generation.held_out_prompts",
+    "engine.tasks.setup": "modeling.generation.held_out_prompts",
+    "modeling.adapters.files": (
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
+        "modeling.adapters.prompts.prompts modeling.divided_model"
+    ),
+    "modeling.adapters.injection": "modeling.adapters.copies modeling.divided_model",
+    "modeling.adapters.lora.lora_kind": "modeling.adapters.sliced",
+    "modeling.backbone.modules": "modeling.divided_model",
+    "modeling.backbone.shape": "scheduler.costs.loads",
+    "modeling.model": (
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
+        "modeling.adapters.prompts.prompts modeling.adapters.tuners"
+    ),
+    "modeling.objectives.heads": "modeling.divided_model",
+    "modeling.registry": (
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
+        "modeling.adapters.prompts.prompts modeling.adapters.tuners modeling.divided_model"
+    ),
+    "reporting.callbacks": "reporting.trackers scheduler.plan",
+    "reporting.recorders": "scheduler.plan scheduler.planner.values",
+    "reporting.run_log": "reporting.report reporting.screen reporting.views scheduler.units",
+    "task": "from_trl modeling.generation.options",
+    "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
+    "trainer.inputs": "reporting.trackers",
+    "trainer.loop": "trainer.control trainer.plan_follower trainer.relocation trainer.reporter",
+    "trainer.membership": "trainer.plan_follower",
+    "trainer.opening": (
+        "engine.layout planning.deployment reporting.report reporting.screen "
+        "scheduler.replicas.time_model trainer.plan_follower"
+    ),
+    "trainer.placement": "engine.layout engine.parallelize engine.tasks.sharding scheduler.plan",
+    "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",
+}
+"""The wings that modules of the core still import. This list only gets shorter."""
+DELETED = {
+    "serve": "peft_mux/serve tests/serve",
+    "command line": "peft_mux/cli peft_mux/__main__.py peft_mux/demo tests/cli",
+    "calls and sweeps": "peft_mux/calls.py peft_mux/trainer/sweep.py tests/calls tests/sweeps",
+}
+"""Files and tests of wings that nothing else imports."""
 
 
 def module_of(path: Path) -> str:
@@ -126,6 +180,15 @@ def test_neither_modules_nor_the_entries_of_a_folder_import_one_another_in_a_cir
     assert [one for one in circles if one] == []
 
 
+def test_no_further_module_of_the_core_imports_a_wing_and_every_wing_is_there() -> None:
+    still = [
+        (f"peft_mux.{name}", f"peft_mux.{part}") for name, parts in STILL_IMPORTED.items() for part in parts.split()
+    ]
+    assert core_to_wings(module_graph()) == sorted(still)
+    parts = [f"peft_mux.{part}" for part in " ".join([*WINGS.values(), *ASSEMBLING]).split()]
+    assert [part for part in parts if part not in PATHS and part != "peft_mux.__init__"] == []
+
+
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
@@ -161,6 +224,27 @@ def test_the_package_imports_neither_benchmarks_nor_tests() -> None:
 
 
 # ------------------------------------------------------------ fresh processes
+
+
+@pytest.mark.slow
+def test_without_three_wings_the_tests_of_the_core_pass(tmp_path: Path) -> None:
+    for folder in ("peft_mux", "tests", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in " ".join(DELETED.values()).split():
+        path = tmp_path / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tests = "tests/tasks/test_window.py tests/trainer/test_run.py tests/modeling/test_key_values.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def test_light_modules_and_names_are_imported_without_torch() -> None:

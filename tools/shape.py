@@ -33,6 +33,24 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | Function
 Graph = Mapping[str, set[str]]
 """The modules that each module imports."""
+WINGS = {
+    "adapters": "modeling.adapters.bottleneck modeling.adapters.catalogue modeling.adapters.copies "
+    "modeling.adapters.diff_pruning modeling.adapters.prompts modeling.adapters.sliced "
+    "modeling.adapters.special_kinds modeling.adapters.tuners",
+    "losses": "modeling.objectives.classification modeling.objectives.distill modeling.objectives.user_loss "
+    "modeling.objectives.policy modeling.objectives.preference data.preferences",
+    "generation": "modeling.generation",
+    "plans": "scheduler planning trainer.plan_follower trainer.measurements",
+    "parallel": "engine.cuda_graphs engine.dispatch engine.divided_adapters engine.fsdp engine.layout "
+    "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor modeling.divided_model trainer.relocation",
+    "reporting": "reporting.page reporting.report reporting.screen reporting.table reporting.trackers reporting.views "
+    "checkpoint.hub checkpoint.upload trainer.control trainer.mailbox trainer.reporter trainer.sweep",
+    "doors": "calls serve cli demo from_trl",
+}
+"""What the core does without: folders and files of the package by subject. Everything else is the core, except
+`ASSEMBLING` and the names of policies."""
+ASSEMBLING = "__init__ __main__ trainer.trainer modeling.adapters modeling.objectives scheduler.names".split()
+"""Modules that put core and wings together, or hold a registry that both use."""
 
 
 class Module(NamedTuple):
@@ -103,6 +121,21 @@ def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
     return graph
 
 
+def wing_of(module: str) -> str | None:
+    """Return the wing of a module; "" for the core, `None` for a module that puts both together."""
+    name = module.removeprefix(PACKAGE).removeprefix(".") or "__init__"
+    if name in ASSEMBLING:
+        return None
+    wings = (wing for wing, parts in WINGS.items() for part in parts.split() if f"{name}.".startswith(f"{part}."))
+    return next(wings, "")
+
+
+def core_to_wings(graph: Graph) -> list[tuple[str, str]]:
+    """Return the imports of wings by modules of the core, as pairs of both names in order."""
+    pairs = [(name, other) for name, others in graph.items() if wing_of(name) == "" for other in others]
+    return sorted((name, other) for name, other in pairs if wing_of(other))
+
+
 def _circle(graph: Graph) -> str:
     try:
         TopologicalSorter(graph).prepare()
@@ -116,7 +149,8 @@ def source_numbers(checkout: Path) -> dict[str, str]:
     modules = read_package(checkout)
     code = {module.path: num_code_lines(module) for module in modules.values()}
     total, num_functions = sum(code.values()), sum(len(functions(module)) for module in modules.values())
-    single = len(with_one_reference(modules))
+    single, graph = len(with_one_reference(modules)), import_graph(modules)
+    core = [module.path for name, module in modules.items() if wing_of(name) == ""]
     root = checkout / PACKAGE
     entries = [one for one in root.iterdir() if one.suffix == ".py" or any(one.rglob("*.py"))]
     tests = read_package(checkout, "tests")
@@ -125,13 +159,15 @@ def source_numbers(checkout: Path) -> dict[str, str]:
     return {
         "code lines": f"{total:,}",
         "modules": f"{len(modules):,}",
+        "code lines and modules of the core": f"{sum(code[path] for path in core):,} in {len(core):,}",
+        "imports from core to wings": f"{len(core_to_wings(graph)):,}",
         "functions": f"{num_functions:,}",
         "code lines per function": f"{total / max(1, num_functions):.1f}",
         "functions with one reference": f"{single / max(1, num_functions):.1%} ({single:,})",
         "top-level entries": str(len(entries)),
         "code lines of the longest file": f"{code[longest]:,} ({longest})",
         "public functions and classes without a docstring": str(undocumented),
-        "circle of imports": _circle(import_graph(modules)),
+        "circle of imports": _circle(graph),
         "code lines of tests": f"{sum(map(num_code_lines, tests.values())):,}",
     }
 
