@@ -249,7 +249,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_ends_unharmed(whole: 
         while not (folder / "state" / "run-00000002.json").exists():
             assert first.process.is_alive()
         for resume in (False, True):
-            with pytest.raises(PeftMuxError, match=r"output_dir.*process \d+"):
+            with pytest.raises(PeftMuxError, match=r"must have one writer at a time, got process \d+"):
                 attacks.train([nano_task("epochs", 1)], folder, resume=resume, **SAVING)
     finally:
         continues.touch()

@@ -157,6 +157,7 @@ def trl_outcome(
 ) -> Outcome:
     """Train with a trainer of TRL on rows in their order, from an adapter that is drawn or from a saved one."""
     losses: list[float] = []
+    functions = {"reward_funcs": reward_funcs, "compute_metrics": compute_metrics}
 
     class Recording(trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,8 +176,7 @@ def trl_outcome(
         eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
         processing_class=copy.deepcopy(tokenizer()),
         peft_config=adapter(is_classifier=is_classifier) if start is None else None,
-        compute_metrics=compute_metrics,
-        **({} if reward_funcs is None else {"reward_funcs": reward_funcs}),
+        **{name: value for name, value in functions.items() if value is not None},
     )
     trained = trained_parameters(made.model)
     initial = {name: value.detach().clone() for name, value in trained.items()}
