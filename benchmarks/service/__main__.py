@@ -133,13 +133,14 @@ def throughput(folder: Path, scale: Scale) -> list[Row]:
     """Clients that each send calls and steps, against the same service with `set_adapter` in turn."""
     found = []
     small, computing = ("64 tokens", "192 tokens"), ("bound by computing",)
-    for width, num_layers, names in ((64, 16, small), (512, 4, computing)):
+    for width, num_layers, names in ((64, 5, small), (64, 16, small), (512, 4, computing)):
         num_words = SIZES[names[0]][-1]
-        model = saved(folder / str(width), width, num_layers, num_words)
+        place = folder / f"{num_layers}x{width}"
+        model = saved(place, width, num_layers, num_words)
         with ExitStack() as stack:
             servers, clients = {}, {}
             for kind, module in (("peft_mux", MUX), ("set_adapter", IN_TURN)):
-                store = folder / str(width) / kind
+                store = place / kind
                 servers[kind] = stack.enter_context(Server(model, store, scale.clients, module))
                 clients[kind] = [servers[kind].model(tenant) for tenant in range(scale.clients)]
             for name in names:
@@ -169,17 +170,9 @@ def throughput(folder: Path, scale: Scale) -> list[Row]:
                 gain = ratio(seconds["set_adapter"], seconds["peft_mux"])
                 figures = {"wall_s": seconds, "processor_s": spent}
                 figures["processor_ratio"] = ratio(spent["set_adapter"], spent["peft_mux"])
-                title = f"{scale.clients} clients against `set_adapter` in turn, {name} a call"
-                found.append(
-                    Row(
-                        title.replace("bound by computing a call", "bound by computing"),
-                        gain,
-                        BARS[name],
-                        "x",
-                        True,
-                        figures,
-                    )
-                )
+                calls_of = name if name in computing else f"{name} a call, {num_layers} layers"
+                title = f"{scale.clients} clients against `set_adapter` in turn, {calls_of}"
+                found.append(Row(title, gain, BARS[name], "x", True, figures))
     return found
 
 

@@ -266,7 +266,9 @@ def read_task_state(path: Path) -> dict[str, Any]:
             "last_loss": float(_text(value["last_loss"], "last_loss")),
             "loss_mean": (float(total), _count(number, "loss_mean")),
             "best": value["best"],
-            "callbacks": [(_text(kind, "callback"), dict(attributes)) for kind, attributes in value["callbacks"]],
+            "callbacks": [
+                (_text(kind, "callback"), dict(attributes)) for kind, attributes in value.get("callbacks", [])
+            ],
             "trainer_state": {
                 "global_step": _count(seen["global_step"], "global_step"),
                 "epoch": None if seen["epoch"] is None else float(seen["epoch"]),
