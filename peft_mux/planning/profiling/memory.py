@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
+from peft_mux.kernels.attention import MAX_TOKENS
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.liger import fused_without_data
 from peft_mux.modeling.backbone.modules import find_layers, first_layers, is_meta, kinds_of_layers, num_telling_layers
@@ -163,7 +164,15 @@ def _kept_per_token(
     # The layers after those that were run would have kept what the last one of their kind has.
     last = dict(zip(kinds, kept.layer_bytes, strict=False))
     of_others = sum(last[kind] for kind in kinds[len(kept.layer_bytes) :])
-    return (kept.num_bytes + of_others) / sum(lengths)
+    per_token = (kept.num_bytes + of_others) / sum(lengths)
+    if device_type != "cuda" or not min(lengths) <= MAX_TOKENS < max(lengths):
+        return per_token
+    # Short rows have kernels of their own on GPUs, next to which those of longer rows keep copies of what they read,
+    # and their outputs.
+    backbone = plain_backbone(model)
+    shape = model_shape(backbone, config_of(model), dtype=held, activation_dtype=autocast or held)
+    copied_bytes = 2 * shape.num_layers * (shape.attention_size + shape.key_value_size) * shape.activation_bytes
+    return per_token + copied_bytes * sum(length for length in lengths if length > MAX_TOKENS) / sum(lengths)
 
 
 @contextmanager
