@@ -19,7 +19,7 @@ from tests.serve.lab import Server
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 LIFE = """
-import sys, tinker
+import os, sys, tinker
 from tinker import types
 
 def result(value):
@@ -44,7 +44,8 @@ assert drawn[0].tokens == drawn[1].tokens
 again = result(service.create_training_client_from_state(state))
 loss = again.forward([row], "cross_entropy").result().metrics["loss:sum"]
 assert loss == client.forward([row], "cross_entropy").result().metrics["loss:sum"]
-print("tinker", tinker.__version__)
+print("tinker", tinker.__version__, flush=True)
+os._exit(0)  # the threads of some clients abort an interpreter that ends by itself
 """
 # Data sets and a tokenizer in place of those of the hub.
 RECIPE = """
