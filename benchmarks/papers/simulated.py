@@ -20,7 +20,7 @@ def write_table(command: str, rows: Sequence[Sequence[str]], page: Path = PAGE) 
     named = next(number for number, line in enumerate(lines) if line.startswith(f"`python -m {command}`"))
     # Two lines of a table are its head.
     first = next(number for number in range(named, len(lines)) if lines[number].startswith("|")) + 2
-    last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
+    last = next((number for number in range(first, len(lines)) if not lines[number].startswith("|")), len(lines))
     lines[first:last] = [f"| {' | '.join(row)} |" for row in rows]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"wrote the table of {command} into {page.name}")
