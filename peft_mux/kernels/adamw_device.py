@@ -121,7 +121,7 @@ def launch(table: np.ndarray, verdicts_2N: torch.Tensor, dtype: torch.dtype, num
         num_blocks: blocks of all pages.
     """
     on_device = copy_to_device(table, torch.empty(table.shape, dtype=torch.int64, device=verdicts_2N.device))
-    with torch.cuda.device_of(verdicts_2N):  # Triton launches on the current device, not on that of the tensors
+    with torch.cuda.device_of(verdicts_2N):  # Triton launches on the current device, which may not hold the tensors
         adamw_kernel[(num_blocks,)](
             on_device,
             on_device.view(torch.float32),

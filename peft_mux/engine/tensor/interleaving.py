@@ -151,7 +151,7 @@ class Interleaving:
         """
         for indices in self.groups(chains):
             group = [chains[index] for index in indices]
-            # A chain by itself waits for each of its sums at once.
+            # A single chain waits for each of its sums at once.
             waits = waited_s if len(group) == 1 else None
             with clock.timing([micro_batch for chain in group for micro_batch in chain], waits):
                 outputs = self.run(group, lambda number, group=group: run_chain(group[number]))

@@ -195,7 +195,7 @@ def _run(kernel: Any, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> None:
     """Launch a kernel for all rows, of which `tensors` ends with the bounds."""
     q, num_rows = tensors[0], len(tensors[-1]) - 1
     if num_rows:
-        with torch.cuda.device_of(q):  # Triton launches on the current device, not on that of the tensors
+        with torch.cuda.device_of(q):  # Triton launches on the current device, which may not hold the tensors
             _launch(kernel, heads, q.dtype, q.device)((num_rows, heads.num_key_heads, 1), tensors, ())
 
 
