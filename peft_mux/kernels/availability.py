@@ -51,7 +51,7 @@ def try_kernel(device: torch.device) -> None:
         RuntimeError: if it writes a wrong result; errors of Triton are not caught.
     """
     # Imported here, because it needs Triton.
-    from peft_mux.kernels.lora.device import trial_kernel
+    from peft_mux.kernels.lora.lora_kernels import trial_kernel
 
     out = torch.zeros(1, dtype=torch.float32, device=device)
     with torch.cuda.device_of(out):  # Triton launches on the current device, not on that of the tensors

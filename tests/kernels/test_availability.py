@@ -95,12 +95,12 @@ def test_absent_triton_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft_mux.kernels.lora import device
+    from peft_mux.kernels.lora import lora_kernels
 
     class Idle:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda out: None
 
-    monkeypatch.setattr(device, "trial_kernel", Idle())
+    monkeypatch.setattr(lora_kernels, "trial_kernel", Idle())
     with pytest.raises(RuntimeError, match=r"wrote \[0.0\] instead of \[1.0\]"):
         availability.try_kernel(torch.device("cpu"))

@@ -68,7 +68,7 @@ def expected(tensors: list[torch.Tensor], bounds: torch.Tensor, options: dict[st
 
 def attended(tensors: list[torch.Tensor], bounds: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
     """Return the same by the kernels; rows that they leave out are zeros."""
-    from peft_mux.kernels.attention.device import short_row_attention
+    from peft_mux.kernels.attention.short_rows import short_row_attention
 
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
     out = short_row_attention(q, k, v, bounds, **options)

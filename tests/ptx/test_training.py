@@ -26,8 +26,8 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from peft_mux.kernels.attention.device import short_row_attention
-from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
+from peft_mux.kernels.attention.short_rows import short_row_attention
+from peft_mux.kernels.cross_entropy.logits_kernel import cross_entropy_, row_stride
 from tests.ptx.device import ptx_on_cpu
 from tests.ptx.machine import PtxFault
 

@@ -121,7 +121,7 @@ class _Packed:
         longest = max(b - a for a, b in zip(inside[:-1], inside[1:], strict=True))
         options: dict[str, Any] = {"is_causal": self.is_causal, "window": None, "scaling": self.scale}
         if self.is_short:
-            from peft_mux.kernels.attention.device import short_row_attention
+            from peft_mux.kernels.attention.short_rows import short_row_attention
 
             out = short_row_attention(leaves[0], leaves[1], leaves[2], cu, **options)
         else:

@@ -14,7 +14,7 @@ from benchmarks.kernels.problem import TOLERANCES, relative_error
 
 def cross_entropy_rows(settings: Settings) -> Iterator[Row]:
     """Yield losses and gradients of each dtype."""
-    from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
+    from peft_mux.kernels.cross_entropy.logits_kernel import cross_entropy_, row_stride
 
     num_rows, vocab_size = (5, 97) if settings.is_rehearsal else (300, 128256)
     for dtype in (torch.float32,) if settings.is_rehearsal else (torch.bfloat16, torch.float32):

@@ -220,7 +220,7 @@ def _fused_blocks(
 ) -> None:
     """Fill losses and gradient with three launches per block: logits, loss over them in place, and back."""
     # Imported here, because it needs Triton.
-    from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
+    from peft_mux.kernels.cross_entropy.logits_kernel import cross_entropy_, row_stride
 
     weight = head.weight.to(hidden_MD.dtype)
     bias = None if head.bias is None else head.bias.to(hidden_MD.dtype)

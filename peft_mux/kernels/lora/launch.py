@@ -4,7 +4,7 @@
     expand   y[m] = s? * drop?(S[m] @ W_g)           forward (S, B^T), backward (dS, A)
     wgrad    dW_g = s? * sum_m S[m]^T drop?(x[m])    backward (dS, x) for dA, (S, dy) for dB^T
 
-The kernels are in `device.py`. Importing this file imports Triton, so callers import it only if they use kernels.
+The kernels are in `lora_kernels.py`. Importing this file imports Triton, so callers import it only if they use kernels.
 
 Below a few thousand tokens the host limits the speed of a pass. Therefore everything that is the same in every pass is
 prepared once, as a `Launch`, and cached by the `Factors` that it works on.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 
-from peft_mux.kernels.lora.device import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
+from peft_mux.kernels.lora.lora_kernels import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
 from peft_mux.kernels.lora.tables import (
     DTYPES,
     MAX_JOINT_RANK,

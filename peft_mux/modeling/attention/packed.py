@@ -191,7 +191,7 @@ def _by_varlen(
     bounds, longest = mux_stream.batch.cu_seqlens, mux_stream.max_length
     # By the length of each row alone, so that a row is computed in one way in any company.
     if keys is None and mux_stream.has_short_rows and q_THC.shape[-1] <= MAX_HEAD_DIM and runs_kernels(query.device):
-        from peft_mux.kernels.attention.device import short_row_attention  # needs Triton
+        from peft_mux.kernels.attention.short_rows import short_row_attention  # needs Triton
 
         if mux_stream.long_rows is None:
             return short_row_attention(q_THC, k_KGC, v_KGC, bounds, **options)[None]

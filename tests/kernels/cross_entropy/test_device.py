@@ -113,7 +113,7 @@ def build_cases() -> dict[str, Case]:
 
 def run_cases(path: str) -> None:
     """In the child: run every case and write losses, and what became of the logits, to `path`."""
-    from peft_mux.kernels.cross_entropy.device import cross_entropy_
+    from peft_mux.kernels.cross_entropy.logits_kernel import cross_entropy_
 
     arrays = {}
     for name, case in build_cases().items():
@@ -142,7 +142,7 @@ BAD_CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def complaints() -> dict[str, str]:
     """In the child: return what every bad call is refused with."""
-    from peft_mux.kernels.cross_entropy.device import cross_entropy_
+    from peft_mux.kernels.cross_entropy.logits_kernel import cross_entropy_
 
     messages = {}
     for name, ((logits, targets, out), _) in BAD_CALLS.items():
@@ -303,7 +303,7 @@ def test_what_the_kernel_cannot_take_is_refused_by_name(results: Results, name: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_on_a_gpu_losses_and_gradient_are_those_of_torch_in_float64(transform: str, dtype: str) -> None:
-    from peft_mux.kernels.cross_entropy.device import cross_entropy_
+    from peft_mux.kernels.cross_entropy.logits_kernel import cross_entropy_
 
     for vocab in (53, 50257, 128256):
         case = random_case(33, vocab, seed=vocab, **TRANSFORMS[transform])

@@ -353,7 +353,7 @@ def test_short_rows_and_long_ones_of_a_stream_go_through_kernels_of_their_own(
     wanted_gradients = torch.autograd.grad(wanted, qkv, flow)
     calls = one_call(monkeypatch)
     kernels = SimpleNamespace(short_row_attention=lambda q, k, v, bounds, **_: ShortRows.apply(q, k, v, bounds))
-    monkeypatch.setitem(sys.modules, "peft_mux.kernels.attention.device", kernels)
+    monkeypatch.setitem(sys.modules, "peft_mux.kernels.attention.short_rows", kernels)
     monkeypatch.setattr(packed, "runs_kernels", lambda device: True)
     found = attend(batch, qkv, scaling=0.3)
     gradients = torch.autograd.grad(found, qkv, flow)
