@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from benchmarks.planner.times import MAX_TOKENS, models, random_loads
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.planner.planner import plan_tasks

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import hand_over, in_own_process
 from benchmarks.stored import host_kind, write_result
-from peft_mux.planning.profiling.links import measure_link
+from peft_mux.planning.profiling.measured_links import measure_link
 from peft_mux.scheduler.costs.hardware import DEVICES, Link
 from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel

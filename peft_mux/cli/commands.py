@@ -25,7 +25,7 @@ from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.scheduler.costs.profile import profile_text
-from peft_mux.scheduler.deployment.report import save_deployment
+from peft_mux.scheduler.deployment.deployment_report import save_deployment
 from peft_mux.scheduler.plan_views import Plan, memory_bar, memory_bars
 from peft_mux.storage import FolderLock, write_file
 from peft_mux.task import Task

@@ -27,7 +27,7 @@ from peft_mux.scheduler.deployment.deployment_plan import (
     decide_redeployment,
     groups_of,
 )
-from peft_mux.scheduler.deployment.report import ConfigRow, DeploymentReport
+from peft_mux.scheduler.deployment.deployment_report import ConfigRow, DeploymentReport
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import (
     DEFAULT_NUM_MICRO_BATCHES,

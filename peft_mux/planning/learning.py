@@ -25,10 +25,10 @@ from peft_mux.engine.work import PassTime, StepTimes, TaskInPass
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts
-from peft_mux.scheduler.pipeline.launch import Links
+from peft_mux.scheduler.pipeline.list_scheduler import Links
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.passes import TurnTimes, cut_htask
+from peft_mux.scheduler.planner.planned_passes import TurnTimes, cut_htask
 from peft_mux.scheduler.subgraphs import Direction
 from peft_mux.scheduler.units import MEASURED_TIME, seconds_text
 

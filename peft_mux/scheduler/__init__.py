@@ -16,10 +16,10 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
       hTask                                                       planner/values.py    HTask
         |                  policies to compare with               planner/policies.py  POLICIES
         v grouping         Eq. 7: hTasks on one clock             planner/fusion.py    group
-      bucket               C micro-batches on S stages            pipeline/launch.py   BucketLoad
+      bucket               C micro-batches on S stages            pipeline/list_scheduler.py BucketLoad
         |
         |- between stages, section 3.4.1: pipeline template       pipeline/template.py build_template
-        |    its list scheduling; time line, windows, bounds      pipeline/launch.py, pipeline/simulator.py
+        |    its list scheduling; time line, windows, bounds      pipeline/list_scheduler.py, simulator.py
         |- inside a stage, section 3.4.2: Algorithm 1, subgraphs  subgraphs.py         LaunchQueue, turn_groups
         v
       plan                 all of it: planner/planner.py          plan.py              Plan, shown by plan_views.py
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.deployment.search import plan_deployment
     from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
     from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
-    from peft_mux.scheduler.pipeline.launch import BucketLoad
+    from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
     from peft_mux.scheduler.pipeline.simulator import Simulation
     from peft_mux.scheduler.pipeline.template import PipelineTemplate
     from peft_mux.scheduler.plan_views import Plan
@@ -68,7 +68,7 @@ _NAMES = {
     "deployment.search": "plan_deployment",
     "dispatching.bucketing": "Bucketing bucket_boundaries",
     "dispatching.dispatch": "Dispatch dispatch",
-    "pipeline.launch": "BucketLoad",
+    "pipeline.list_scheduler": "BucketLoad",
     "pipeline.simulator": "Simulation",
     "pipeline.template": "PipelineTemplate",
     "plan_views": "Plan",

@@ -19,7 +19,7 @@ from typing import Any
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.profile import from_plain
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.planner.values import (
     HTask,

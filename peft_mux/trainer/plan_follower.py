@@ -19,7 +19,7 @@ from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Parts
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.passes import planned_passes
+from peft_mux.scheduler.planner.planned_passes import planned_passes
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.placement import Placement

@@ -53,7 +53,7 @@ from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_fault
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
-from peft_mux.planning.profiling.links import measure_link, overlap_of_layers
+from peft_mux.planning.profiling.measured_links import measure_link, overlap_of_layers
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.page import run_html
@@ -63,7 +63,7 @@ from peft_mux.reporting.screen import show_view
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
-from peft_mux.scheduler.deployment.report import DeploymentReport
+from peft_mux.scheduler.deployment.deployment_report import DeploymentReport
 from peft_mux.scheduler.plan_views import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus, opened_rows

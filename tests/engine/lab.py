@@ -44,7 +44,7 @@ from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 from peft_mux.task import Task, resolve

@@ -20,7 +20,7 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, corrected
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.passes import TurnTimes
+from peft_mux.scheduler.planner.planned_passes import TurnTimes
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.values import Budget
 from tests.scheduler.plan_cases import a_plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peft_mux.planning.profiling.links import fitted_costs, fitted_overlap, measure_link, measure_overlap
+from peft_mux.planning.profiling.measured_links import fitted_costs, fitted_overlap, measure_link, measure_overlap
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.costs.profile import Profile, profile_text
 from peft_mux.scheduler.subgraphs import TimedSubgraph, turns_timeline

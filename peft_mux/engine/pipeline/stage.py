@@ -1,8 +1,8 @@
 """`StageModel`: one stage of a multi-task model, run by the model code of transformers.
 
 `StageLayout` assigns decoder layers to processes. Virtual stages are numbered in the order in which a micro-batch
-passes through them, `chunk * S + stage`, as in `peft_mux.scheduler.pipeline.launch`. For 7 layers, S = 2 and 2 chunks
-per process, with 4 and 3 layers::
+passes through them, `chunk * S + stage`, as in `peft_mux.scheduler.pipeline.list_scheduler`. For 7 layers, S = 2 and
+2 chunks per process, with 4 and 3 layers::
 
     virtual stage   0        1        2        3
     stage           0        1        0        1

@@ -17,7 +17,7 @@ from peft_mux.data.batch import MuxBatch, is_chained
 from peft_mux.engine.pipeline.links import Expected, PipelineLinks
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.kernels.lora.reference import Rows, num_rows_in, spread_rows, take_rows
-from peft_mux.scheduler.pipeline.launch import next_virtual_stage
+from peft_mux.scheduler.pipeline.list_scheduler import next_virtual_stage
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 
 FIGURES_DTYPE = torch.float64

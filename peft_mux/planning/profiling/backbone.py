@@ -147,8 +147,8 @@ def profile_backbone(
             part the two smallest are always taken, three times at least. `Profile.reach` says where it stopped.
         folder: folder of stored profiles; `None` to store nothing.
         refresh: whether to measure although a stored profile fits.
-        link: link between devices, if there are several, as `measure_link` of `peft_mux.planning.profiling.links`
-            measures it. It replaces a stored one.
+        link: link between devices, if there are several, as `measure_link` of
+            `peft_mux.planning.profiling.measured_links` measures it. It replaces a stored one.
         overlap: measures the cost of passes in turns, and how much they hide, given the rest of the profile; it
             replaces a stored one.
         timer: clock that times a CPU; `time.process_time` leaves out what other programs take from one thread.

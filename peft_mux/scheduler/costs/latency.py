@@ -19,9 +19,9 @@ Where the paper slips or is silent, decided here:
   launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
   a device take more than a part of the time, which the profile includes (`analytic_profile` does so).
 * Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full here; if passes
-  take turns, `peft_mux.scheduler.planner.passes` charges what others' computing does not hide, from `pass_parts`. The
-  gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n devices add b bytes in
-  2 (n - 1) rounds of b / n bytes, and gather n parts of b / n bytes in n - 1 rounds.
+  take turns, `peft_mux.scheduler.planner.planned_passes` charges what others' computing does not hide, from
+  `pass_parts`. The gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n
+  devices add b bytes in 2 (n - 1) rounds of b / n bytes, and gather n parts of b / n bytes in n - 1 rounds.
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. If a profile has measured another ratio,
   1 / `forward_fraction` replaces the 2. Overheads of passes are not in Eq. 3 and 4, and are added.
 * Eq. 3 has the same adapters in every layer, and the gradient of every row. Here a task's adapters are in the layers

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from peft_mux.scheduler.pipeline.launch import BucketLoad, Links, Slot, message_s, next_virtual_stage
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad, Links, Slot, message_s, next_virtual_stage
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from peft_mux.scheduler.names import SCHEDULES, Schedule
-from peft_mux.scheduler.pipeline.launch import BucketLoad, Links, ListScheduler, Move, Slot, group_micro_batches
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad, Links, ListScheduler, Move, Slot, group_micro_batches
 
 FORMAT_VERSION = 1
 

@@ -40,7 +40,7 @@ from peft_mux.scheduler.costs.latency import CostModel, range_sums
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import (
     MOST_STEPS,
     Simulation,
@@ -51,7 +51,7 @@ from peft_mux.scheduler.pipeline.simulator import (
 )
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 from peft_mux.scheduler.planner.fusion import Buckets, Interval, cheapest_partition, group
-from peft_mux.scheduler.planner.passes import CutHTask, TurnTimes, cut_htask, planned_passes
+from peft_mux.scheduler.planner.planned_passes import CutHTask, TurnTimes, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named
 from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan, Waiting
 from peft_mux.scheduler.units import bytes_text

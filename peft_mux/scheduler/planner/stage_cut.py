@@ -19,7 +19,7 @@ from peft_mux.data.packing.passes import PassRules, cut_into_passes
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad, split_layers
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.planner.passes import task_rows
+from peft_mux.scheduler.planner.planned_passes import task_rows
 from peft_mux.scheduler.planner.planner import least_pass_tokens
 
 _SAME = 1e-9

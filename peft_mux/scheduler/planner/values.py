@@ -10,7 +10,7 @@ from peft_mux.data.packing.passes import PassRules
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.launch import BucketLoad, Links
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad, Links
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.units import seconds_text
 

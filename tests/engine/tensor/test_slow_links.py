@@ -15,7 +15,7 @@ from peft_mux.scheduler.costs.hardware import Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Parts, Profile
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.passes import TurnTimes
+from peft_mux.scheduler.planner.planned_passes import TurnTimes
 from tests.engine.processes.cases import TIMEOUT_S, launch, values
 from tests.engine.replicas.layout_cases import backbone
 from tests.engine.tensor.test_planned_turns import stored_profile

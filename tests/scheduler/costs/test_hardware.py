@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, parse_devices
-from peft_mux.scheduler.pipeline.launch import message_s
+from peft_mux.scheduler.pipeline.list_scheduler import message_s
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))

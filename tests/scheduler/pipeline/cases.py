@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 
