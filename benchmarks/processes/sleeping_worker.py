@@ -455,7 +455,7 @@ def train(settings: Settings) -> dict[str, Any]:
     device.patch()
     with contextlib.ExitStack() as as_planned:
         if settings.is_cut_evenly:
-            as_planned.enter_context(mock.patch("peft_mux.planning.loads.lowest_layer", return_value=0))
+            as_planned.enter_context(mock.patch("peft_mux.planning.task_loads.lowest_layer", return_value=0))
         trainer.add_callback(_Starts(device, as_planned))
         trainer.train()
     return {

@@ -64,7 +64,7 @@ def measure_parts(configs: dict[str, Any], num_layers: int) -> tuple[float, ...]
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from peft_mux.modeling.model import MultiTaskPeftModel
-    from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
+    from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 
     torch.set_num_threads(1)
     with torch.device("meta"):

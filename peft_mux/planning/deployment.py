@@ -12,9 +12,9 @@ from pathlib import Path
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError
-from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, measured_time_model, run_facts, time_model_of
+from peft_mux.planning.task_loads import typical_lengths
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, PricedDeployment, compose_deployment

@@ -26,16 +26,7 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.planning.learning import PassPrices, TimeCorrection, repriced_s
-from peft_mux.planning.loads import (
-    SAMPLE_ROWS,
-    ParameterShapes,
-    cut_layers,
-    frozen_parts,
-    part_of,
-    task_load,
-    whole_shapes,
-)
-from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
+from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from peft_mux.planning.targets import (
     Target,
     execution_of,
@@ -44,6 +35,15 @@ from peft_mux.planning.targets import (
     own_target,
     run_profile,
     target_notes,
+)
+from peft_mux.planning.task_loads import (
+    SAMPLE_ROWS,
+    ParameterShapes,
+    cut_layers,
+    frozen_parts,
+    part_of,
+    task_load,
+    whole_shapes,
 )
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel

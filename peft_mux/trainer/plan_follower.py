@@ -12,9 +12,9 @@ from peft_mux.engine.steps import BatchesAhead, StepSource
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import PeftMuxError
-from peft_mux.planning.loads import part_of
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import run_time_model
+from peft_mux.planning.task_loads import part_of
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Parts
 from peft_mux.scheduler.dispatching.rates import ReplicaRates

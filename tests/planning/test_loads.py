@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from peft_mux import Task
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
-from peft_mux.planning.loads import task_load, whole_shapes
+from peft_mux.planning.task_loads import task_load, whole_shapes
 from peft_mux.scheduler.costs.loads import TaskLoad
 from tests.invariants.mux_lab import make_trainer, tiny_llama
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
+from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.device import PretendedCuda
 from tests.pretended_cuda.steps import DTYPES, forget_the_last_card

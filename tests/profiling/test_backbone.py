@@ -22,8 +22,8 @@ from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads
+from peft_mux.planning.profiling.activation_bytes import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.backbone import Stopwatch, _identity, _measure, profile_backbone
-from peft_mux.planning.profiling.memory import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.loads import (
@@ -233,7 +233,7 @@ def test_layers_that_are_equal_are_counted_as_those_that_are_run(
 ) -> None:
     model = a_model(backbone())
     counted = count_activation_bytes_per_token(model, LENGTHS)
-    monkeypatch.setattr("peft_mux.planning.profiling.memory.num_telling_layers", len)
+    monkeypatch.setattr("peft_mux.planning.profiling.activation_bytes.num_telling_layers", len)
     _COUNTED.clear()
     assert counted == count_activation_bytes_per_token(model, LENGTHS)
 

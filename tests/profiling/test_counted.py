@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.planning.profiling import memory
-from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
+from peft_mux.planning.profiling import activation_bytes
+from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.memory import MemoryModel
 from tests.invariants.mux_lab import tiny_llama
@@ -40,11 +40,11 @@ def of_other_width() -> LlamaForCausalLM:
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Return a list that grows by one with each count, none of which is known before or after."""
     made: list[Any] = []
-    count = memory._kept_per_token
-    monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(given) or count(*given))
-    memory._COUNTED.clear()
+    count = activation_bytes._kept_per_token
+    monkeypatch.setattr(activation_bytes, "_kept_per_token", lambda *given: made.append(given) or count(*given))
+    activation_bytes._COUNTED.clear()
     yield made
-    memory._COUNTED.clear()
+    activation_bytes._COUNTED.clear()
 
 
 OTHERS: dict[str, Callable[[], tuple[MultiTaskPeftModel, dict[str, Any]]]] = {
@@ -71,14 +71,14 @@ def test_equal_models_are_counted_once_and_another_model_or_pass_again(other: st
     how = {"lengths": LENGTHS, **how}
     found = count_activation_bytes_per_token(model, **how)
     assert len(counts) == 2
-    memory._COUNTED.clear()
+    activation_bytes._COUNTED.clear()
     assert found == count_activation_bytes_per_token(model, **how)
 
 
 def test_a_model_whose_configuration_cannot_be_compared_is_counted_each_time(counts: list[Any]) -> None:
     model = a_model()
     model.backbone.config.something_of_the_owners = object()
-    assert memory.description_of(model) is None
+    assert activation_bytes.description_of(model) is None
     first, second = (count_activation_bytes_per_token(model, LENGTHS) for _ in range(2))
     assert first == second
     assert len(counts) == 2

@@ -125,7 +125,7 @@ class MemoryModel:
             on each.
         checkpointing: whether each layer's activations are recomputed.
         activation_bytes_per_token: bytes that one token of a pass through all layers keeps for its backward, as counted
-            by `peft_mux.planning.profiling.memory`; `None` for the analytic number.
+            by `peft_mux.planning.profiling.activation_bytes`; `None` for the analytic number.
         allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for the device's
             default.
         layers_per_stage: the layers of each of the S stages; by default as equal as can be.

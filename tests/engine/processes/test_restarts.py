@@ -18,7 +18,7 @@ from peft import LoraConfig
 from peft_mux.cli.main import main
 from peft_mux.errors import CheckpointError
 from peft_mux.planning import planner
-from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
+from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.engine.processes import cases

@@ -31,7 +31,7 @@ from peft_mux.modeling.adapters.kind import (
     kind_of_parameter,
 )
 from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
-from peft_mux.planning.loads import adapter_loads
+from peft_mux.planning.task_loads import adapter_loads
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import assert_resumes, task

@@ -19,7 +19,7 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
-from peft_mux.planning.loads import adapter_loads
+from peft_mux.planning.task_loads import adapter_loads
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.passes import plain
 from tests.modeling.adapters.prompts import prompt_cases as prompts
