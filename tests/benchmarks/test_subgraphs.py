@@ -18,8 +18,8 @@ Graphs = tuple[tuple[Subgraph, ...], ...]
 
 
 def a_layer(htask: str = "h0", direction: str = "forward", num_layers: int = 1, layer: LayerLatency = LAYER):
-    adapters = [AdapterLatency("t", linear, 0.5, 0.25, 0.3) for linear in WIDTHS]
-    return layer_graph(htask, layer, adapters, tasks=["t"], direction=direction, num_layers=num_layers)
+    adapters = [AdapterLatency(linear, 0.5, 0.25) for linear in WIDTHS]
+    return layer_graph(htask, layer, adapters, direction=direction, num_layers=num_layers)
 
 
 def unit(name: str, htask: str, compute: float, communication: float = 0.0, before: tuple[str, ...] = ()) -> Subgraph:
@@ -36,7 +36,7 @@ def operator_graphs(draw: st.DrawFn) -> OperatorGraph:
         before = draw(st.lists(st.sampled_from(range(number)), unique=True, max_size=3)) if number else []
         kind = draw(st.sampled_from(["compute", "compute", "compute", "communication", "adapter"]))
         operators.append(Operator(f"o{number}", kind, draw(st.integers(0, 9)), tuple(f"o{other}" for other in before)))
-    return OperatorGraph("h", ("t",), tuple(draw(st.permutations(operators))))
+    return OperatorGraph("h", tuple(draw(st.permutations(operators))))
 
 
 def random_bucket(rng: random.Random, num_subgraphs: int) -> Graphs:
@@ -49,7 +49,7 @@ def random_bucket(rng: random.Random, num_subgraphs: int) -> Graphs:
             before = tuple(f"h{htask}/s{other}" for other in range(number) if rng.random() < 0.6)
             graph.append(unit(f"s{number}", f"h{htask}", compute, sent * (rng.random() < 0.6), before))
         graphs.append(graph)
-    if rng.random() < 0.5 and len(graphs[0]) > 0:  # a dependency across graphs, as fusion creates them
+    if rng.random() < 0.5 and len(graphs[0]) > 0:  # a dependency across graphs
         last = graphs[1][-1]
         graphs[1][-1] = Subgraph(last.name, last.htask, last.operators, (*last.depends_on, graphs[0][0].key))
     return with_priorities(graphs)

@@ -1,37 +1,30 @@
 """Subgraph scheduling compared with MuxTune (sections 3.4.2 and 3.4.3, Figures 18 and 19a): computed, nothing is run.
 
-    python -m benchmarks.planner.subgraphs              every table; a minute on one core
+    python -m benchmarks.planner.subgraphs              both tables; a second on one core
     python -m benchmarks.planner.subgraphs --write      also the table of docs/paper_tables.md
 
 Latencies of layers of a 7B Llama come from data sheets and the assumptions of the package's analytic profile; links are
 NVLink bridges of the A40 (as if all four were linked) and NVLink 4, of which 75 % are reached, and 20 us a collective.
 
 1. Figure 19(a): tasks of 8 sequences on 4 GPUs, LoRA of rank 16, one hTask each, forward and backward of 4 layers. All
-   contenders have the same operators. "8 blocks" slows computing by 8 of the multiprocessors during communication,
-   "fused" has the adapters of one site in one launch (case 2 of section 3.4.3). The paper does not split its gain
-   between overlap and fusion, and measures whole steps against another system (NeMo).
+   contenders have the same operators. "8 blocks" slows computing by 8 of the multiprocessors during communication. The
+   paper does not split its gain between overlap and fusion of adapters, and measures whole steps against another
+   system (NeMo).
 2. Figure 18: one task alone is scaled to the paper's latency and busy share; how its compute time splits over the
    operators follows the A40. In (c) the paper's device is busy for longer than four times (a): its operators got
    slower during communication. 8 of 84 multiprocessors explain a part, the rest may be memory bandwidth, which is not
    modelled.
-3. Case 2 against what the planner does instead: two hTasks of one task each, of one bucket, on two GPUs. `shared` has
-   their adapters of one site in one launch wherever that does not lengthen the step, while their passes take turns;
-   `turns` has turns without it; `one` is one hTask of both in one pass (case 1), and `halves` the same in two passes
-   that take turns, which a GPU may not run, as two passes of a task would add to its gradients at one time.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from benchmarks.papers.simulated import write_table
-from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_within
-from benchmarks.planner.subgraphs.graph import OperatorGraph, segment, with_priorities
+from benchmarks.planner.subgraphs.graph import Subgraph, segment
 from benchmarks.planner.subgraphs.layers import Llama7B, layer_graph
 from benchmarks.planner.subgraphs.schedule import compute_busy_s, schedule, sequential_schedule, simulate_streams
 from peft_mux.scheduler.costs.hardware import Link
@@ -52,21 +45,15 @@ FIGURE_18 = {"no overlap": (172.5e-3, 0.847), "overlap": (156.2e-3, 0.978)}
 def contenders(sheet: str, lengths: Sequence[int]) -> dict[str, tuple[float, float]]:
     """Return (seconds, compute utilisation) of every way to run tasks of these lengths, forward and backward."""
     model = Llama7B(sheet, DEGREE, LINKS[sheet])
-    graphs = {
-        way: [
-            model.graph(
-                f"h{n}", {f"t{n}": 8 * length}, {f"t{n}": RANK}, length=length, direction=way, num_layers=LAYERS
-            )
-            for n, length in enumerate(lengths)
-        ]
-        for way in ("forward", "backward")
-    }
-    cut = {way: [segment(graph) for graph in own] for way, own in graphs.items()}
-    fused = {way: fuse_adapters(own) for way, own in graphs.items()}
+    cut: dict[str, list[tuple[Subgraph, ...]]] = {}
+    for way in ("forward", "backward"):
+        shape = {"direction": way, "num_layers": LAYERS}
+        passes = [(model.latency(8 * length, length), model.adapters(8 * length, RANK)) for length in lengths]
+        cut[way] = [segment(layer_graph(f"h{n}", *latencies, **shape)) for n, latencies in enumerate(passes)]
     slow = SLOWDOWNS[sheet]
 
     def both(run: Callable[[str], StreamTimeline]) -> tuple[float, float]:
-        timelines = [run(way) for way in graphs]
+        timelines = [run(way) for way in cut]
         seconds = sum(timeline.makespan_s for timeline in timelines)
         return seconds, sum(compute_busy_s(timeline) for timeline in timelines) / seconds
 
@@ -74,27 +61,22 @@ def contenders(sheet: str, lengths: Sequence[int]) -> dict[str, tuple[float, flo
         "one by one": both(lambda way: simulate_streams(sequential_schedule(cut[way]), cut[way], overlap=False)),
         "overlap": both(lambda way: simulate_streams(schedule(cut[way]), cut[way])),
         "8 blocks": both(lambda way: simulate_streams(schedule(cut[way]), cut[way], compute_slowdown=slow)),
-        "fused": both(lambda way: simulate_streams(fused[way].launches, fused[way].graphs)),
     }
 
 
 def figure_19a() -> list[tuple[str, str, str, str]]:
     """Print the speed-up over one by one, and return the rows of the documentation."""
     print("Figure 19(a): times as fast as one by one; busy: share of the time in which the compute stream runs")
-    print(
-        f"  {'':<10} {'tasks x length':<16} {'busy alone':>10} {'overlap':>8} {'8 blocks':>9} {'fused':>7} {'paper':>6}"
-    )
+    print(f"  {'':<10} {'tasks x length':<16} {'busy alone':>10} {'overlap':>8} {'8 blocks':>9} {'paper':>6}")
     gains: dict[int, list[float]] = {count: [] for count in FIGURE_19A}
     for sheet in LINKS:
         for count, length in itertools.product((1, 2, 3, 4), (128, 64, 32)):
             found = contenders(sheet, (length,) * count)
             base_s, busy = found.pop("one by one")
-            overlap, blocks, fused = (base_s / seconds for seconds, _ in found.values())
+            overlap, blocks = (base_s / seconds for seconds, _ in found.values())
             paper = f"{FIGURE_19A[count]:.2f}x" if count > 1 else "-"
-            print(
-                f"  {sheet:<10} {f'{count} x {length}':<16} {busy:>10.1%} {overlap:>7.3f}x {blocks:>8.3f}x "
-                f"{fused:>6.3f}x {paper:>6}"
-            )
+            what = f"{count} x {length}"
+            print(f"  {sheet:<10} {what:<16} {busy:>10.1%} {overlap:>7.3f}x {blocks:>8.3f}x {paper:>6}")
             if length == 128 and count > 1:
                 gains[count].append(overlap)
     return [
@@ -110,17 +92,17 @@ def figure_19a() -> list[tuple[str, str, str, str]]:
 def figure_18() -> list[tuple[str, str, str, str]]:
     """Print the latency of a layer of 4 interleaved tasks, and return the rows of the documentation."""
     model = Llama7B("A40", DEGREE, LINKS["A40"])
-    base, adapters = model.latency(1024, 128), model.adapters("t", 1024, RANK)
+    base, adapters = model.latency(1024, 128), model.adapters(1024, RANK)
     parts = ("qkv", "attention", "output", "gate_up", "down")
-    compute_s = sum(base.of(name) for name in parts) + sum(one.latency_s for one in adapters)
+    compute_s = sum(base.of(name) for name in parts) + sum(adapter.latency_s for adapter in adapters)
     scale = FIGURE_18_LAYER_S * FIGURE_18_BUSY / compute_s
     latency = replace(
         base,
         **{f"{name}_s": scale * base.of(name) for name in parts},
         all_reduce_s=FIGURE_18_LAYER_S * (1 - FIGURE_18_BUSY) / 2,
     )
-    scaled = [replace(one, latency_s=scale * one.latency_s) for one in adapters]
-    graphs = [segment(layer_graph(f"h{number}", latency, scaled, tasks=["t"])) for number in range(4)]
+    scaled = [adapter._replace(latency_s=scale * adapter.latency_s) for adapter in adapters]
+    graphs = [segment(layer_graph(f"h{number}", latency, scaled)) for number in range(4)]
     order, slow = schedule(graphs), SLOWDOWNS["A40"]
     rows = [
         ("18(b)", "4 tasks, no overlap: latency of a layer, busy", "no overlap", {"overlap": False}),
@@ -138,79 +120,15 @@ def figure_18() -> list[tuple[str, str, str, str]]:
     return lines
 
 
-# -------------------------------------------------------------------- case 2
-
-
-class Case(NamedTuple):
-    """Tokens of the pass of each of two tasks, ranks of their adapters, and bandwidth of the link."""
-
-    tokens: tuple[int, int]
-    ranks: tuple[int, int]
-    bytes_per_s: float
-
-
-class Ways(NamedTuple):
-    """Seconds of the forward of both tasks, each way."""
-
-    shared_s: float
-    turns_s: float
-    one_s: float
-    halves_s: float
-
-
-def cases() -> list[Case]:
-    """Return all settings."""
-    pairs = itertools.combinations_with_replacement((64, 256, 1024, 4096), 2)
-    ranks = itertools.combinations_with_replacement((8, 64), 2)
-    return [Case(*one) for one in itertools.product(pairs, ranks, (5e9, 2e10, 1e11))]
-
-
-def compared(case: Case, sheet: str) -> Ways:
-    """Return how long each way takes on two GPUs of a data sheet."""
-    model = Llama7B(sheet, 2, Link(1e-5, case.bytes_per_s))
-    ranks, tokens = ({f"{task}": own for task, own in enumerate(both)} for both in (case.ranks, case.tokens))
-
-    def graph(name: str, some: dict[str, float]) -> OperatorGraph:
-        return model.graph(name, some, ranks, length=min(sum(some.values()), 512))
-
-    apart = [graph(task, {task: own}) for task, own in tokens.items()]
-    halves = [graph(f"half{index}", {task: own / 2 for task, own in tokens.items()}) for index in (0, 1)]
-    shared_s = fuse_adapters(apart).makespan_s
-    return Ways(shared_s, makespan_s(apart), makespan_s([graph("both", dict(tokens))]), makespan_s(halves))
-
-
-def makespan_s(graphs: list[OperatorGraph]) -> float:
-    """Return the seconds of passes, their adapters of one site fused within each (case 1)."""
-    cut = with_priorities([segment(fuse_within(graph)) for graph in graphs])
-    return simulate_streams(schedule(cut), cut, overlap=len(cut) > 1).makespan_s
-
-
-def case_2() -> None:
-    """Print how the ways compare over all settings."""
-    print("\nCase 2 of adapter fusion: two tasks, by tokens, ranks and links")
-    for sheet in LINKS:
-        found = [compared(case, sheet) for case in cases()]
-        over_turns = [one.turns_s / one.shared_s for one in found]
-        print(f"  {sheet}, {len(found)} settings: shared over turns: {max(over_turns):.3f}x at most")
-        for ways in (("turns_s", "one_s"), ("turns_s", "one_s", "halves_s")):
-            gains = [min(getattr(one, way) for way in ways) / one.shared_s for one in found]
-            names = ", ".join(way.removesuffix("_s") for way in ways)
-            print(
-                f"    over the best of {names}: {statistics.median(gains):.3f}x in the median, {max(gains):.3f}x at "
-                f"most, faster in {sum(gain > 1.001 for gain in gains)}"
-            )
-
-
 def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table of the documentation")
     options = parser.parse_args()
     of_19a = figure_19a()
-    rows = [*figure_18(), *of_19a]
-    case_2()
+    of_18 = figure_18()
     if options.write:
-        write_table("benchmarks.planner.subgraphs", rows)
+        write_table("benchmarks.planner.subgraphs", [*of_18, *of_19a])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ the priority (topological depth), `*` marks an adapter::
     0 qkv    1 qkv.add, attention    3 output, output.add, all_reduce    4 gate_up    5 gate_up.add    7 down, ...
         0 qkv*                  2 output*                                    4 gate_up*            6 down*
 
-`schedule` orders subgraphs and says when they run; `adapter_fusion` fuses adapters of several tasks (M §3.4.3).
+`schedule` orders subgraphs and says when they run.
 """
 
 from __future__ import annotations
@@ -24,22 +24,15 @@ class Operator:
 
     Attributes:
         name: a name that is unique within its graph.
-        kind: "compute" (base operator or Add), "communication" (collective) or "adapter" (small and fusible).
+        kind: "compute" (base operator or Add), "communication" (collective) or "adapter".
         latency_s: seconds that it takes when it runs alone.
         depends_on: names of the operators whose results it reads.
-        utilization: share of the device that it fills, 0 to 1: u_a of M Eq. 3. Read of adapters only.
-        site: place and adapter type, such as "layer0.qkv.lora". Adapters of one site can be fused into one kernel;
-            an empty site is never fused. Read of adapters only.
-        launch_s: the part of `latency_s` that is launches, which one kernel for several adapters has once.
     """
 
     name: str
     kind: str
     latency_s: float
     depends_on: tuple[str, ...] = ()
-    utilization: float = 1.0
-    site: str = ""
-    launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +41,10 @@ class OperatorGraph:
 
     Attributes:
         htask: name of the hTask, unique within a bucket.
-        tasks: names of the tasks that the hTask fuses spatially.
         operators: the operators of the hTask, in any order.
-
     """
 
     htask: str
-    tasks: tuple[str, ...]
     operators: tuple[Operator, ...]
 
 
@@ -89,11 +79,10 @@ class Subgraph:
 
     Attributes:
         name: the name of its first operator, unique within the hTask.
-        htask: name of the hTask whose graph it belongs to; a fused adapter belongs to the first of those that share it.
+        htask: name of the hTask whose graph it belongs to.
         operators: its operators in launch order.
-        depends_on: keys of the subgraphs before it, in other graphs too where adapters are fused across hTasks.
+        depends_on: keys of the subgraphs before it, which may be in other graphs.
         priority: its topological depth; smaller is launched earlier.
-        fused_with: keys of the adapters of other hTasks that this one computes as well (M §3.4.3).
     """
 
     name: str
@@ -101,7 +90,6 @@ class Subgraph:
     operators: tuple[Operator, ...]
     depends_on: tuple[str, ...] = ()
     priority: int = 0
-    fused_with: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -122,11 +110,6 @@ class Subgraph:
     def latency_s(self) -> float:
         """Cumulative latency of all its operators, in seconds: what Algorithm 1 compares."""
         return self.compute_s + self.communication_s
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether it is an isolated adapter. One that ends in a communication is not: it cannot be fused."""
-        return all(operator.kind == "adapter" for operator in self.operators)
 
 
 def segment(graph: OperatorGraph) -> tuple[Subgraph, ...]:

@@ -4,7 +4,7 @@
     backward   down, gate_up, all-reduce, output, attention, qkv, all-reduce
 
 Column-parallel linear layers (qkv, gate_up) need an all-reduce in the backward pass, row-parallel ones (output, down)
-in the forward pass. Every linear layer with adapters is three operators: the base operator and the adapters read the
+in the forward pass. Every linear layer with an adapter is three operators: the base operator and the adapter read the
 same input, and Add sums them before the all-reduce, because the factors of the adapter are cut like the layer and
 so its partial results travel with those of the base operator (M Figure 11). Norms, residuals and activation functions
 belong to the operator that they follow. Gradients of adapter factors that all devices hold are summed once a step and
@@ -13,14 +13,15 @@ are not part of these graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.planner.figures_bench import LLAMA_7B
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.costs.latency import all_reduce_s
-from peft_mux.scheduler.costs.profile import analytic_profile, launch_s
+from peft_mux.scheduler.costs.profile import analytic_profile
 
 # Megatron-LM's cut: row-parallel layers add up results in the forward pass, column-parallel ones gradients of their
 # input in the backward pass.
@@ -35,8 +36,6 @@ WIDTHS = {"qkv": 3 * 8192, "output": 8192, "gate_up": 2 * 15104, "down": 15104}
 """Widths of the adapters of a layer of a 7B Llama."""
 SHARES = {"qkv": 3 / 12.06, "output": 1 / 12.06, "gate_up": 2 * 2.6875 / 12.06, "down": 2.6875 / 12.06}
 """Part of a layer's weights that each linear layer has."""
-ADAPTER_LAUNCHES = 3
-"""Launches of an adapter in one direction: half of the six of both, as the profile divides their seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +67,19 @@ class LayerLatency:
         return float(getattr(self, f"{operator}_s"))
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterLatency:
-    """What one task's adapter adds to one linear layer.
+class AdapterLatency(NamedTuple):
+    """What an adapter adds to one linear layer.
 
     Attributes:
-        task: name of the task whose adapter it is.
         linear: the linear layer that it is attached to: "qkv", "output", "gate_up" or "down".
         latency_s: seconds of the adapter alone (LoRA: shrink and expand; in the backward pass also its weight
             gradients).
         add_s: seconds of adding its result to that of the base operator.
-        utilization: share of the device that the adapter fills, 0 to 1 (u_a of M Eq. 3).
-        type: the type of the adapter; adapters of different types are never fused with each other.
-        launch_s: the part of `latency_s` that is launches, which one kernel for several adapters has once.
     """
 
-    task: str
     linear: str
     latency_s: float
     add_s: float = 0.0
-    utilization: float = 1.0
-    type: str = "lora"
-    launch_s: float = 0.0
 
 
 def layer_graph(
@@ -97,7 +87,6 @@ def layer_graph(
     latency: LayerLatency,
     adapters: Sequence[AdapterLatency] = (),
     *,
-    tasks: Sequence[str],
     direction: str = "forward",
     num_layers: int = 1,
 ) -> OperatorGraph:
@@ -106,49 +95,32 @@ def layer_graph(
     Args:
         htask: name of the hTask, unique within a bucket.
         latency: latencies of the base operators for all tokens of the hTask, in this direction.
-        adapters: the adapters of all its tasks; a task may have none or several at a linear layer.
-        tasks: names of the tasks that the hTask fuses.
+        adapters: its adapters, at most one at a linear layer.
         direction: the pass that the graph is of, "forward" or "backward".
         num_layers: number of layers, one after another.
     """
     operators: list[Operator] = []
     after: tuple[str, ...] = ()
     for number in range(num_layers):
-        # The two directions run at different times, so their adapters must not share a site.
         layer = f"layer{number if direction == 'forward' else num_layers - 1 - number}"
         prefix = layer if direction == "forward" else f"{layer}.backward"
         for operator in _PASSES[direction]:
-            chosen = [adapter for adapter in adapters if adapter.linear == operator]
-            with_all_reduce = operator in _ALL_REDUCE_AFTER[direction] and latency.all_reduce_s > 0
-            operators += _operator(f"{prefix}.{operator}", latency.of(operator), chosen, after)
-            if with_all_reduce:
+            adapter = next((adapter for adapter in adapters if adapter.linear == operator), None)
+            operators += _operator(f"{prefix}.{operator}", latency.of(operator), adapter, after)
+            if operator in _ALL_REDUCE_AFTER[direction] and latency.all_reduce_s > 0:
                 name = f"{prefix}.{operator}.all_reduce"
                 operators.append(Operator(name, "communication", latency.all_reduce_s, (operators[-1].name,)))
             after = (operators[-1].name,)
-    return OperatorGraph(htask, tuple(tasks), tuple(operators))
+    return OperatorGraph(htask, tuple(operators))
 
 
-def _operator(
-    name: str, latency_s: float, adapters: Sequence[AdapterLatency], after: tuple[str, ...]
-) -> list[Operator]:
-    """Return a base operator, its adapters and their Add; the last one holds the result."""
+def _operator(name: str, latency_s: float, adapter: AdapterLatency | None, after: tuple[str, ...]) -> list[Operator]:
+    """Return a base operator, its adapter and their Add; the last one holds the result."""
     base = Operator(name, "compute", latency_s, after)
-    if not adapters:
+    if adapter is None:
         return [base]
-    attached = [
-        Operator(
-            f"{name}.{adapter.type}.{adapter.task}",
-            "adapter",
-            adapter.latency_s,
-            after,
-            utilization=adapter.utilization,
-            site=f"{name}.{adapter.type}",
-            launch_s=adapter.launch_s,
-        )
-        for adapter in adapters
-    ]
-    inputs = (name, *(operator.name for operator in attached))
-    return [base, *attached, Operator(f"{name}.add", "compute", sum(adapter.add_s for adapter in adapters), inputs)]
+    attached = Operator(f"{name}.lora", "adapter", adapter.latency_s, after)
+    return [base, attached, Operator(f"{name}.add", "compute", adapter.add_s, (base.name, attached.name))]
 
 
 class Llama7B:
@@ -161,8 +133,7 @@ class Llama7B:
     """
 
     def __init__(self, sheet: str, degree: int, link: Link) -> None:
-        self.device = parse_devices(sheet).device
-        self.profile = analytic_profile(self.device, LLAMA_7B, degree)
+        self.profile = analytic_profile(parse_devices(sheet).device, LLAMA_7B, degree)
         self.degree, self.link = degree, link
 
     def latency(self, num_tokens: float, length: float) -> LayerLatency:
@@ -179,36 +150,9 @@ class Llama7B:
             all_reduce_s=float(all_reduce_s(self.link, self.degree, num_tokens * LLAMA_7B.hidden_size * 2)),
         )
 
-    def adapters(self, task: str, num_tokens: float, rank: int) -> list[AdapterLatency]:
-        """Return the adapters of a task at all linear layers, in one direction."""
-        found = []
-        for linear, width in WIDTHS.items():
-            latency_s = 0.5 * float(self.profile.adapter(rank, width / self.degree, num_tokens))
-            share = float(self.profile.utilization(rank, width / self.degree, num_tokens, grows=False))
-            launches_s = ADAPTER_LAUNCHES * launch_s(self.device)
-            found.append(AdapterLatency(task, linear, latency_s, utilization=share, launch_s=launches_s))
-        return found
-
-    def graph(
-        self,
-        htask: str,
-        tokens: Mapping[str, float],
-        ranks: Mapping[str, int],
-        *,
-        length: float,
-        direction: str = "forward",
-        num_layers: int = 2,
-    ) -> OperatorGraph:
-        """Return the graph of a pass.
-
-        Args:
-            htask: name of the hTask.
-            tokens: tokens of each of its tasks in the pass.
-            ranks: rank of each task's adapters.
-            length: tokens of each sequence.
-            direction: "forward" or "backward".
-            num_layers: number of layers, one after another.
-        """
-        adapters = [one for task, count in tokens.items() for one in self.adapters(task, count, ranks[task])]
-        latency = self.latency(sum(tokens.values()), length)
-        return layer_graph(htask, latency, adapters, tasks=list(tokens), direction=direction, num_layers=num_layers)
+    def adapters(self, num_tokens: float, rank: int) -> list[AdapterLatency]:
+        """Return the adapters at all linear layers, in one direction."""
+        return [
+            AdapterLatency(linear, 0.5 * float(self.profile.adapter(rank, width / self.degree, num_tokens)))
+            for linear, width in WIDTHS.items()
+        ]

@@ -21,7 +21,7 @@ def schedule(graphs: Sequence[Sequence[Subgraph]]) -> list[str]:
 
     Line 11 of the listing enqueues all zero in-degree subgraphs of the DAG again after each removal, so one that
     waits in the queue would be enqueued, and launched, twice. Here a subgraph is enqueued once, when its last
-    dependency is removed; that may be in another DAG if an adapter is fused across hTasks.
+    dependency is removed.
 
     On the two streams of `simulate_streams` the order takes at most twice as long as the best one: with any order one
     stream is always busy, so it takes no longer than all compute plus all communication, and none takes less than

@@ -26,8 +26,7 @@ The plan determines which and how many passes form a group: passes of hTasks of 
    (`peft_mux.kernels.lora.group`), and their partial sums travel with the base operator's in one all-reduce.
 2. HTasks within one bucket that hold one task each: not fused here. One kernel over two hTasks needs both of them at
    the same site at the same time, while turns deliberately separate them. The better of interleaving and of one hTask
-   with both tasks (case 1) is predicted to be at least as fast (`benchmarks/planner/subgraphs/__main__.py`), so the
-   planner compares these two.
+   with both tasks (case 1) is at most 5 % slower in simulation (`docs/log.md`), so the planner compares these two.
 3. Across buckets: never, because their passes are never in one group.
 
 On a GPU every pass has its own CUDA stream, collectives run on NCCL's stream, and a turn is a turn of launching. This

@@ -48,7 +48,7 @@ def test_layers_are_cut_where_the_graph_of_their_operators_is(direction: str) ->
         down_s=0.4 * share * PARTS.mlp_s,
         all_reduce_s=PARTS.sum_s,
     )
-    graph = layer_graph("one", latency, tasks=("a",), direction=direction, num_layers=3)
+    graph = layer_graph("one", latency, direction=direction, num_layers=3)
     planned = [(item.compute_s, item.communication_s) for item in segment(graph)]
     stretch = Stretch(3, is_first=False, is_last=False, direction=direction)  # type: ignore[arg-type]
     found = pass_times(replace(PARTS, overhead_s=0.0), stretch)
