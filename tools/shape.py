@@ -48,7 +48,9 @@ WINGS = {
     "doors": "calls serve cli demo from_trl",
 }
 """What the core does without: folders and files of the package by subject. Everything else is the core, except
-`ASSEMBLING` and the names of policies."""
+`ASSEMBLING` and the names of policies; so are `VALUES`."""
+VALUES = "scheduler.parallel_layout".split()
+"""Values in the folders of wings that the core uses too: they are data alone, and count as the core."""
 ASSEMBLING = "__init__ __main__ trainer.trainer modeling.adapters modeling.objectives scheduler.names".split()
 """Modules that put core and wings together, or hold a registry that both use."""
 
@@ -126,6 +128,8 @@ def wing_of(module: str) -> str | None:
     name = module.removeprefix(PACKAGE).removeprefix(".") or "__init__"
     if name in ASSEMBLING:
         return None
+    if name in VALUES:
+        return ""
     wings = (wing for wing, parts in WINGS.items() for part in parts.split() if f"{name}.".startswith(f"{part}."))
     return next(wings, "")
 

@@ -25,13 +25,8 @@ from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundarie
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispatch, predict_replica_s, refine
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
 from peft_mux.scheduler.dispatching.problem import build_problem, length_based, relocate
-from peft_mux.scheduler.replicas.time_model import (
-    ParallelConfig,
-    ReplicaGroup,
-    ReplicaTimeModel,
-    fit_layer,
-    read_layer_profile,
-)
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel, fit_layer, read_layer_profile
 
 MAX_LENGTH = 16384
 GROUPS = [

@@ -42,7 +42,8 @@ from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import bucket_boundaries
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaTimeModel
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 LOBRA_SEQUENTIAL_7B = (
     "<1,1>x4, <1,4>x2, <4,1>x1",

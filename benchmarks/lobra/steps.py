@@ -49,8 +49,8 @@ from peft_mux.scheduler.dispatching.bucketing import (
     fixed_bucketing,
 )
 from peft_mux.scheduler.dispatching.dispatch import dispatch
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import (
-    ParallelConfig,
     ReplicaGroup,
     ReplicaTimeModel,
     fit_layer,

@@ -25,9 +25,10 @@ from peft_mux.scheduler.costs.hardware import DEVICES, Link
 from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup
 
 NUM_PROCESSES = 2
 CASES = ((1, 100_000), (1, 1_000_000), (1, 10_000_000), (8, 100_000), (8, 1_000_000))

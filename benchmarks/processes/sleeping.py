@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.processes.sleeping_worker import Load, Settings, train, trainer_of
 from benchmarks.stored import host_kind, read_result, write_result
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.planning.replica_facts import run_facts, time_model_of
 from peft_mux.scheduler.costs.hardware import Cluster, Link, parse_devices
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Parts, analytic_profile, corrected
@@ -43,9 +43,9 @@ from peft_mux.scheduler.deployment.composed import DeploymentPricer, PricedDeplo
 from peft_mux.scheduler.deployment.deployment_plan import groups_of
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, candidate_configs, joint_sample
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
 LAYOUTS = ("<1,1>x16", "<2,1>x8", "<1,4>x4", "<2,4>x2", "<1,16>x1", "<1,2>x4, <2,4>x1", "planned")
 WIDTHS, TOKENS, RANKS = 128, 16, 8
@@ -101,7 +101,7 @@ def run(layout: str, options: argparse.Namespace, **changes: Any) -> dict[str, A
         if layout == "planned":
             settings = prepared(layout, cluster, options, Path(name), 1.0)
             layout = trainer_of(settings).plan_deployment(settings.cluster).replicas
-        parsed, slow = ParallelLayout.parse(layout), options.slow
+        parsed, slow = parse_layout(layout), options.slow
         if parsed.is_tensor_parallel:
             # Its ranks wait for each other within every layer, and each part of a layer really computes.
             slow *= options.slow_shards

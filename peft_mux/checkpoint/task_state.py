@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.divided_model import Piece
 from peft_mux.modeling.slabs import PAGE_KINDS
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.storage import pack_state, unpack_state
 
 Moments = dict[str, Any]

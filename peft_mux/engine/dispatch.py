@@ -33,14 +33,14 @@ import numpy as np
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, deal_buckets, dispatch
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.names import Dispatching
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
+from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 LEAST_SOLVED_S = 1.0
 """Predicted seconds of a step below which no solver is used: it takes 20 to 200 ms of a core that small machines need
@@ -241,7 +241,7 @@ class DispatchedShares:
         ConfigError: for unequal replicas without a time model that knows all of them.
 
     Example:
-        >>> shares = DispatchedShares(ParallelLayout.parse("<1,1>x2"))
+        >>> shares = DispatchedShares(parse_layout("<1,1>x2"))
         >>> shares.divide([])
         [[], []]
     """

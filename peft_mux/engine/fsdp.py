@@ -41,7 +41,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import PassClock
 from peft_mux.errors import ConfigError, UnsupportedModelError
@@ -50,6 +49,7 @@ from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.divided_model import PassThrough
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import MuxOutput
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 
 
 def shard_backbone(

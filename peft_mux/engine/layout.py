@@ -1,13 +1,4 @@
-"""`ParallelLayout`: which process holds which part of which replica of the backbone.
-
-A replica is one copy of the backbone, spread over `tp * pp` processes; LobRA (section 2.2) writes it <tp,pp>. Replicas
-may differ. Ranks are assigned replica by replica and stage by stage. The tensor parallel ranks of a stage, which
-communicate most and usually share a node, are consecutive. For <2,2>, <1,1>::
-
-    rank      0        1        2        3        4
-    replica   0        0        0        0        1
-    stage     0        0        1        1        0
-    tp rank   0        1        0        1        0
+"""Layouts of processes from the arguments of a run, and what they do not support.
 
 `check_layout` rejects settings that a layout does not support, by task and field, before any weight is read.
 """
@@ -17,10 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.engine.divided_adapters import divided_kind_faults, divided_model_faults
@@ -34,160 +22,12 @@ from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import head_kind_of
 from peft_mux.modeling.objectives.objective import WORDS
 from peft_mux.modeling.objectives.task_objective import columns_of
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 
 AUTO = "auto"
 """The value of `replicas` with which the replicas are planned."""
 _MOST_DIGITS = 5
 _REPLICAS = re.compile(r"<\s*(\d+)\s*,\s*(\d+)\s*>\s*(?:x\s*(\d+))?")
-
-
-class Place(NamedTuple):
-    """The coordinates of a process in a layout.
-
-    Attributes:
-        replica: index of the replica of the backbone that the process belongs to.
-        stage: pipeline stage within the replica.
-        tp_rank: tensor parallel rank within the stage.
-    """
-
-    replica: int
-    stage: int
-    tp_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelLayout:
-    """The replicas of a run, in the order of ranks.
-
-    Attributes:
-        replicas: tensor and pipeline parallel degrees of each replica.
-
-    Raises:
-        ValueError: if there is no replica.
-
-    Example:
-        >>> layout = ParallelLayout.parse("<2,1>, <1,1>x2")
-        >>> layout.world_size, layout.place(1), layout.tensor_groups[0]
-        (4, Place(replica=0, stage=0, tp_rank=1), (0, 1))
-    """
-
-    replicas: tuple[ParallelConfig, ...]
-
-    def __post_init__(self) -> None:
-        if not self.replicas:
-            raise ValueError("replicas must have at least one configuration, such as <1,1>.")
-
-    @classmethod
-    def of(cls, world_size: int, *, tp: int = 1, pp: int = 1) -> ParallelLayout:
-        """Return the layout of equal replicas that uses all processes.
-
-        Raises:
-            ValueError: if the number of processes is not a multiple of `tp * pp`.
-        """
-        config = ParallelConfig(tp, pp)
-        if world_size < 1 or world_size % config.num_gpus:
-            raise ValueError(
-                f"world_size must be a multiple of tp * pp = {tp} * {pp} = {config.num_gpus}, got {world_size}. "
-                "Start another number of processes, or set other sizes."
-            )
-        return cls((config,) * (world_size // config.num_gpus))
-
-    @classmethod
-    def parse(cls, text: str) -> ParallelLayout:
-        """Parse LobRA's notation, such as "<1,1>x2, <2,1>".
-
-        Raises:
-            ValueError: if the text is not in this notation.
-        """
-        # A comma within <tp,pp> separates degrees, not replicas.
-        items = [item.strip() for item in re.split(r"[;+]|,(?![^<]*>)", text) if item.strip()]
-        matches = [match for item in items if (match := _REPLICAS.fullmatch(item))]
-        if not items or len(matches) < len(items):
-            raise ValueError(
-                'replicas must be the tensor and pipeline degrees of each replica, such as "<1,1>x2, <2,1>x1", got '
-                f"{text!r}."
-            )
-        replicas = []
-        for match in matches:
-            tp, pp, count = match.groups(default="1")
-            # Checked before the list is created, because huge numbers would fill the memory.
-            if max(map(len, (tp, pp, count))) > _MOST_DIGITS:
-                raise ValueError(f"replicas must have numbers of at most {_MOST_DIGITS} digits, got {text!r}.")
-            replicas += [ParallelConfig(int(tp), int(pp))] * int(count)
-        return cls(tuple(replicas))
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes over all replicas."""
-        return sum(replica.num_gpus for replica in self.replicas)
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of copies of the backbone."""
-        return len(self.replicas)
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """Whether every process holds a whole copy."""
-        return all(replica.num_gpus == 1 for replica in self.replicas)
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether any replica uses tensor parallelism."""
-        return any(replica.tp > 1 for replica in self.replicas)
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all replicas have the same configuration."""
-        return len(set(self.replicas)) == 1
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """The coordinates of each process, by rank."""
-        return tuple(
-            Place(index, stage, tp_rank)
-            for index, replica in enumerate(self.replicas)
-            for stage in range(replica.pp)
-            for tp_rank in range(replica.tp)
-        )
-
-    def place(self, rank: int) -> Place:
-        """Return the coordinates of a process.
-
-        Raises:
-            ValueError: if the layout does not have this rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be 0 to {self.world_size - 1}, as {self} has, got {rank}.")
-        return self.places[rank]
-
-    @property
-    def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of the stages of every pipeline: one pipeline for each replica and tensor parallel rank."""
-        return self.ranks_by("replica", "tp_rank")
-
-    @property
-    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of every tensor parallel group: one group for each replica and stage."""
-        return self.ranks_by("replica", "stage")
-
-    def ranks_by(self, *coordinates: str) -> tuple[tuple[int, ...], ...]:
-        """Group the ranks by some of their coordinates, in rank order."""
-        groups: dict[Any, list[int]] = {}
-        for rank, place in enumerate(self.places):
-            groups.setdefault(attrgetter(*coordinates)(place), []).append(rank)
-        return tuple(map(tuple, groups.values()))
-
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """The first rank of each replica, whose losses count for the replica."""
-        return tuple(rank for rank, place in enumerate(self.places) if place.stage == place.tp_rank == 0)
-
-    def __str__(self) -> str:
-        """Return LobRA's notation."""
-        runs = ((config, len(list(run))) for config, run in groupby(self.replicas))
-        return ", ".join(f"{config}x{count}" for config, count in runs)
 
 
 def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
@@ -217,6 +57,30 @@ def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
     return layout_of_text(args.replicas, world_size)
 
 
+def parse_layout(text: str) -> ParallelLayout:
+    """Parse LobRA's notation, such as "<1,1>x2, <2,1>".
+
+    Raises:
+        ValueError: if the text is not in this notation.
+    """
+    # A comma within <tp,pp> separates degrees, not replicas.
+    items = [item.strip() for item in re.split(r"[;+]|,(?![^<]*>)", text) if item.strip()]
+    matches = [match for item in items if (match := _REPLICAS.fullmatch(item))]
+    if not items or len(matches) < len(items):
+        raise ValueError(
+            'replicas must be the tensor and pipeline degrees of each replica, such as "<1,1>x2, <2,1>x1", got '
+            f"{text!r}."
+        )
+    replicas = []
+    for match in matches:
+        tp, pp, count = match.groups(default="1")
+        # Checked before the list is created, because huge numbers would fill the memory.
+        if max(map(len, (tp, pp, count))) > _MOST_DIGITS:
+            raise ValueError(f"replicas must have numbers of at most {_MOST_DIGITS} digits, got {text!r}.")
+        replicas += [ParallelConfig(int(tp), int(pp))] * int(count)
+    return ParallelLayout(tuple(replicas))
+
+
 def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
     """Parse LobRA's notation, such as "<1,1>x2, <2,1>", for a given number of processes.
 
@@ -224,7 +88,7 @@ def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
         ConfigError: if it cannot be parsed, or if it does not have `world_size` processes.
     """
     try:
-        layout = ParallelLayout.parse(replicas)
+        layout = parse_layout(replicas)
     except ValueError as error:
         raise ConfigError(f"args.{error}") from error
     if layout.world_size != world_size:

@@ -23,7 +23,7 @@ from peft_mux.engine.divided_adapters import narrow
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.layout import ParallelLayout, check_layout
+from peft_mux.engine.layout import check_layout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
@@ -40,6 +40,7 @@ from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
 from peft_mux.modeling.backbone.shape import weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 
 

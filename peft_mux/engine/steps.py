@@ -16,11 +16,11 @@ from peft_mux.data.packing.passes import passes_meant
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.agreement import Agreement
 from peft_mux.engine.dispatch import DispatchedShares
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.user_code import Listener, ignore_timing
 

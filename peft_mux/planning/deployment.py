@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError
 from peft_mux.planning.planner import Planner
@@ -39,6 +38,7 @@ from peft_mux.scheduler.deployment.space import (
 )
 from peft_mux.scheduler.dispatching.bucketing import interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import dispatch
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.planner.policies import policy_named
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import ReplicaFacts

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, UnsupportedModelError
@@ -18,14 +17,9 @@ from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, ru
 from peft_mux.scheduler.costs.hardware import DEVICES_PER_NODE, Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import EAGER, analytic_profile, corrected
+from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
-from peft_mux.scheduler.replicas.time_model import (
-    ParallelConfig,
-    ReplicaTimeModel,
-    fit_layer,
-    read_layer_profile,
-    read_max_tokens,
-)
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
 from peft_mux.scheduler.units import bytes_text
 
 

@@ -24,7 +24,7 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         v
       plan                 all of it: planner/planner.py          plan.py              Plan, shown by plan_views.py
     LobRA
-      replica              <tensor, pipeline> parallel sizes      replicas/time_model.py ParallelConfig
+      replica              <tensor, pipeline> parallel sizes      parallel_layout.py   ParallelConfig
         |                  step time, Eq. 10 to 12                replicas/            ReplicaTimeModel
         v deployment       Eq. 1 and 2, Theorem 1                 deployment/search.py plan_deployment
       deployment plan                                             deployment/deployment_plan.py DeploymentPlan
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.deployment.search import plan_deployment
     from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
     from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
+    from peft_mux.scheduler.parallel_layout import ParallelConfig
     from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
     from peft_mux.scheduler.pipeline.simulator import Simulation
     from peft_mux.scheduler.pipeline.template import PipelineTemplate
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.planner.planner import DoesNotFitError, plan_tasks
     from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
     from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, TaskShare, Waiting
-    from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
+    from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 _NAMES = {
     "costs.hardware": "Cluster Device Link parse_devices",
@@ -68,6 +69,7 @@ _NAMES = {
     "deployment.search": "plan_deployment",
     "dispatching.bucketing": "Bucketing bucket_boundaries",
     "dispatching.dispatch": "Dispatch dispatch",
+    "parallel_layout": "ParallelConfig",
     "pipeline.list_scheduler": "BucketLoad",
     "pipeline.simulator": "Simulation",
     "pipeline.template": "PipelineTemplate",
@@ -75,7 +77,7 @@ _NAMES = {
     "planner.planner": "DoesNotFitError plan_tasks",
     "planner.policies": "POLICIES Partition Policy policy_named register_policy",
     "planner.values": "Budget HTask Outcome PlannedPass TaskShare Waiting",
-    "replicas.time_model": "ParallelConfig ReplicaGroup ReplicaTimeModel",
+    "replicas.time_model": "ReplicaGroup ReplicaTimeModel",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -22,7 +22,7 @@ from peft_mux.checkpoint.run_folder import (
 )
 from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
 from peft_mux.engine.agreement import require_consistent
-from peft_mux.engine.layout import AUTO, ParallelLayout
+from peft_mux.engine.layout import AUTO, parse_layout
 from peft_mux.engine.tasks.active_task import BestMetric, LossMean, new_state, run_interval
 from peft_mux.errors import (
     CheckpointError,
@@ -243,7 +243,7 @@ class Opening:
             ]
             for counts in every:
                 text = layout_text(tuple(ReplicaGroup(config, count, 0) for config, count in counts if count))
-                layout = ParallelLayout.parse(text)
+                layout = parse_layout(text)
                 if layout.world_size != num_processes:
                     continue
                 try:
@@ -259,7 +259,7 @@ class Opening:
                 f'args.replicas="auto" found no replicas that use all {processes.world_size} processes{refused}. Start '
                 "another number of processes, or set replicas."
             )
-        layout = ParallelLayout.parse(chosen)
+        layout = parse_layout(chosen)
         if layout != run.layout:
             placement.change_part(placement.part_for_layout(layout))
 

@@ -17,7 +17,6 @@ from typing import Any
 from peft_mux.checkpoint.task_state import TaskState, gather_task, take_from, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import ModelPart, ParallelModel, begin_from_adapters, register_tasks
 from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
@@ -25,6 +24,7 @@ from peft_mux.engine.tasks.setup import decide_sharing
 from peft_mux.engine.tasks.sharding import OptimizerShards
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, task_arguments
 from peft_mux.trainer.run import Run, mark_main_process

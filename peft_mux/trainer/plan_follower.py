@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from peft_mux.engine.dispatch import BatchRows, DispatchedShares
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.steps import BatchesAhead, StepSource
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.work import StepWork
@@ -18,6 +17,7 @@ from peft_mux.planning.task_loads import part_of
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Parts
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.planned_passes import planned_passes
 from peft_mux.task import TaskStatus

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from peft_mux.checkpoint.task_state import TaskState, put_snapshot
-from peft_mux.engine.layout import ParallelLayout, layout_of_text
+from peft_mux.engine.layout import layout_of_text, parse_layout
 from peft_mux.engine.parallelize import ModelPart
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
@@ -74,7 +74,7 @@ class Relocation:
             # Rank 0 decides, as predicted times differ between processes.
             processes = self._run.processes
             if replicas := processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]:
-                layout = ParallelLayout.parse(replicas)
+                layout = parse_layout(replicas)
                 self._target = ModelPart(self._placement.source, self._run.args, layout, processes.rank)
         if self._target is None:
             return False
@@ -111,7 +111,7 @@ class Relocation:
         try:
             decision = decide_on_move(self._plans.planner, runs, old, restart_s=self._restart_s)
             self._run.log.say(str(decision))
-            layout = ParallelLayout.parse(decision.new)
+            layout = parse_layout(decision.new)
             if not decision.pays or layout.world_size != self._run.processes.world_size:
                 return ""
             self._placement.part_for_layout(layout)

@@ -14,7 +14,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import PICTURE_NAME, HubPushes, model_card, needs_tokenizer, write_card
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.checkpoint.upload import FolderUpload
-from peft_mux.engine.layout import ParallelLayout, layout_of
+from peft_mux.engine.layout import layout_of
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable
 from peft_mux.errors import ConfigError
@@ -23,6 +23,7 @@ from peft_mux.reporting.page import draw_losses
 from peft_mux.reporting.report import RankRecord
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.reporting.views import view_of
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.user_code import describe_error
 
 

@@ -12,13 +12,13 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from peft_mux.cli.config_file import read_cluster, read_config
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.errors import ConfigError
 from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.deployment.space import candidate_configs
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.cli.lab import save_backbone, write_rows
@@ -103,7 +103,7 @@ def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternative
 def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_printed(file: Path, shell: Shell) -> None:
     limit = tight(file, DEVICES[1])
     data = shell.json("plan", file, "--deployment", *DEVICES, "--set", limit)
-    layout = ParallelLayout.parse(data["replicas"])
+    layout = parse_layout(data["replicas"])
     assert layout.world_size <= 4
     rows = {(row["config"]["tp"], row["config"]["pp"]): row for row in data["configurations"]}
     assert rows[1, 1]["max_tokens"] == rows[1, 1]["memory_tokens"] == 200
@@ -214,7 +214,7 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], said: s
 
 def test_the_time_model_of_a_run_knows_its_replicas_and_what_they_hold(file: Path) -> None:
     trainer = trainer_of(file, tight(file))
-    layout = ParallelLayout.parse("<1,1>x2, <2,1>")
+    layout = parse_layout("<1,1>x2, <2,1>")
     model = run_time_model(trainer._plans.planner, trainer.table.plannable, layout)
     assert set(model.configurations) == {ONE, TWO}
     assert model.max_tokens[ONE] == 200
@@ -227,7 +227,7 @@ def test_a_stream_may_bring_rows_as_long_as_max_length(file: Path) -> None:
     rows = [{"input_ids": [5, 6, 7]}] * 3
     stream = Dataset.from_list(rows).to_iterable_dataset()
     config = LoraConfig(r=2, target_modules=["q_proj"])
-    layout = ParallelLayout.parse("<1,1>x2, <2,1>")
+    layout = parse_layout("<1,1>x2, <2,1>")
     runs = [run for run in trainer.table.plannable if run.name == "chat"]
     known = run_time_model(trainer._plans.planner, runs, layout)
     assert known.max_tokens[ONE] == 64
@@ -241,13 +241,13 @@ def test_a_stream_may_bring_rows_as_long_as_max_length(file: Path) -> None:
 def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(file: Path) -> None:
     trainer = trainer_of(file, tight(file))
     planner, runs = trainer._plans.planner, trainer.table.plannable
-    decision = redeploy(planner, runs, ParallelLayout.parse("<1,1>x4"), restart_s=1.0)
+    decision = redeploy(planner, runs, parse_layout("<1,1>x4"), restart_s=1.0)
     assert decision.is_needed
-    assert ParallelLayout.parse(decision.new).world_size <= 4
-    stays = redeploy(planner, runs, ParallelLayout.parse(decision.new), restart_s=1.0)
+    assert parse_layout(decision.new).world_size <= 4
+    stays = redeploy(planner, runs, parse_layout(decision.new), restart_s=1.0)
     assert not stays.is_needed
     with pytest.raises(ConfigError, match="redeploy needs at least one task that is still to be trained, got none"):
-        redeploy(planner, [], ParallelLayout.parse("<1,1>x4"))
+        redeploy(planner, [], parse_layout("<1,1>x4"))
 
 
 @pytest.mark.slow

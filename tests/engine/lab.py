@@ -30,7 +30,7 @@ from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
@@ -120,7 +120,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return ParallelLayout.parse(self.layout).world_size
+        return parse_layout(self.layout).world_size
 
     @property
     def alone(self) -> Case:
@@ -335,7 +335,7 @@ class Engine:
     """The part of a case that one process holds, as `ModelPart` makes it, and what runs it."""
 
     def __init__(self, case: Case, processes: Processes) -> None:
-        self.case, self.processes, self.layout = case, processes, ParallelLayout.parse(case.layout)
+        self.case, self.processes, self.layout = case, processes, parse_layout(case.layout)
         self.place = self.layout.place(processes.rank)
         replica = self.layout.replicas[self.place.replica]
         self.model, stage, self.is_whole = mux_model(case), None, replica.num_gpus == 1

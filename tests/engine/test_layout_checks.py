@@ -10,9 +10,10 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.layout import ParallelLayout, check_layout
+from peft_mux.engine.layout import check_layout, parse_layout
 from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.errors import ConfigError
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.engine.losses.cases import token_tasks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import task
@@ -72,7 +73,7 @@ def test_replicas_that_cannot_share_their_stages_are_refused(layout: str, said: 
     with pytest.raises(
         ConfigError, match=(rf"args\.tensor_parallel_size, pipeline_parallel_size, replicas must be .*{said}")
     ):
-        check(ParallelLayout.parse(layout), True, LoraConfig(r=4, target_modules=["q_proj"]), tmp_path)
+        check(parse_layout(layout), True, LoraConfig(r=4, target_modules=["q_proj"]), tmp_path)
 
 
 @pytest.mark.parametrize("divided", ["replicas <2,1>x1", "shard_backbone=True"])

@@ -19,7 +19,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peft_mux.checkpoint.task_state import TaskState
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.families import FAILING, FAMILIES, family_of
 from tests.engine import lab
@@ -178,7 +178,7 @@ def check_states(found: TaskState, expected: TaskState, task: str, *, bound: flo
 def check_as_alone(name: str, folder: Path) -> None:
     """Compare what the processes of a case saw with one another, and with one process."""
     case, parts = LAUNCH_OF[name][name], parts_of(name, folder)
-    layout, one = ParallelLayout.parse(case.layout), alone(case.alone, folder)
+    layout, one = parse_layout(case.layout), alone(case.alone, folder)
     assert len({str((part.losses, part.norms, part.failures)) for part in parts}) == 1, "the same bits on all"
     assert parts[0].failures == one.failures
     assert {task for part in parts for task in part.non_finite} == set(one.non_finite) == set(one.failures)

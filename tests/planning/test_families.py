@@ -14,7 +14,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
 from peft_mux.planning.replica_facts import supported_configs
 from peft_mux.planning.task_loads import cut_layers, frozen_parts
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from tests.engine import lab
 from tests.planning.cases import described
 

@@ -30,9 +30,10 @@ from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import MOST_DEPLOYMENTS, TaskLengths, count_plans, joint_rows, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel, in_rank_order
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel, in_rank_order
 
 DEFAULT_COMPOSED_BUDGET_S = 20.0
 """Seconds for plans, searches and prices together."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel, layout_text
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel, layout_text
 from peft_mux.scheduler.units import aligned
 
 DEFAULT_RESTART_S = 180.0

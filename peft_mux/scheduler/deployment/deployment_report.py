@@ -14,7 +14,8 @@ from peft_mux.scheduler.deployment.composed import ComposedDeployment
 from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
 from peft_mux.scheduler.drawing import new_figure, save_figure
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, layout_text
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import layout_text
 from peft_mux.scheduler.units import aligned, bytes_text, rate_text
 
 FORMAT_VERSION, _PLAN_VERSION = 2, 3

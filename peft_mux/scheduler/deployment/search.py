@@ -35,8 +35,9 @@ from peft_mux.scheduler.dispatching.bucketing import (
 )
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispatch
 from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, build_problem
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 DEFAULT_THRESHOLD = 0.15
 """How far above the least lower bound a deployment's own may be (L Appendix A)."""

@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 DEFAULT_NUM_MICRO_BATCHES = 16
 """Micro-batches over which throughputs are compared: many, as L Definition 1 asks, yet few enough to count a pipeline's

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup
 
 
 @dataclass(frozen=True, slots=True)

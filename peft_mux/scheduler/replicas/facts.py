@@ -17,7 +17,8 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import Profile
-from peft_mux.scheduler.replicas.time_model import LayerTime, ParallelConfig, ReplicaTimeModel, fit_layer
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import LayerTime, ReplicaTimeModel, fit_layer
 
 _LENGTH_POINTS = 8
 """Lengths at which a layer is timed; a fit needs three or more."""

@@ -14,12 +14,12 @@ from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.names import Schedule
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
 Rows = tuple[tuple[int, ...], ...]
 """Lengths of the rows of each task, in the order of the planner's tasks; empty for a task without any."""

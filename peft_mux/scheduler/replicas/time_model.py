@@ -25,35 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class ParallelConfig:
-    """How one replica is spread over GPUs; orders by tensor, then by pipeline parallel degree.
-
-    Attributes:
-        tp: tensor parallel degree: devices among which every layer is divided.
-        pp: pipeline parallel degree: stages among which the layers are divided.
-
-    Raises:
-        ValueError: if a degree is below 1.
-    """
-
-    tp: int
-    pp: int
-
-    def __post_init__(self) -> None:
-        for name, degree in (("tp", self.tp), ("pp", self.pp)):
-            if degree < 1:
-                raise ValueError(f"{name} must be 1 or more, got {degree}. Use 1 for no such parallelism.")
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of one replica (n_i in L)."""
-        return self.tp * self.pp
-
-    def __str__(self) -> str:
-        """Return the paper's notation, such as <2,1>."""
-        return f"<{self.tp},{self.pp}>"
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)

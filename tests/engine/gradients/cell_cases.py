@@ -8,9 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from peft_mux.engine.gradients import HeldPage, HeldParameter, Holding
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.modeling.divided_model import Piece
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 
 KINDS = ("rows", "columns", "fused", "partial", "doubled")
 """How shards have a parameter: rows or columns of it, rows of each third of it, whole with partial sums as gradients,

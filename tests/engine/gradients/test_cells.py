@@ -19,7 +19,7 @@ from peft_mux.engine.gradients import (
     divide,
     holding_of,
 )
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ProcessError
 from peft_mux.modeling.divided_model import Piece
@@ -97,7 +97,7 @@ def test_sums_of_partial_gradients_are_whole_in_every_process_and_each_cell_is_i
 
 @given(cases.drawn())
 def test_pages_of_equal_whole_replicas_are_summed_as_they_lie(task: cases.Drawn) -> None:
-    whole = ParallelLayout.parse("<1,1>x3")
+    whole = parse_layout("<1,1>x3")
     pieces = [task.pieces(rank, whole) for rank in range(3)]
     holdings = cases.holdings_of(pieces)
     (bundle,) = bundles(divide(pieces), holdings)
@@ -144,7 +144,7 @@ class Both(Processes):
 
 
 def test_two_shards_send_the_partial_sums_alone_and_parts_that_are_no_whole_are_an_error() -> None:
-    layout = ParallelLayout.parse("<2,1>")
+    layout = parse_layout("<2,1>")
     sync = GradientSync(shard(0), Both(shard(1)), layout)
     sync.exchange_holdings(["b"])
     # q_proj is column-parallel, o_proj row-parallel: A of the one, B of the other.
@@ -153,7 +153,7 @@ def test_two_shards_send_the_partial_sums_alone_and_parts_that_are_no_whole_are_
         (shard(0), shard(0), r"lora_A\.weight: each index must.* that no process"),
         (lab.mux_model(), lab.mux_model(lab.Case("gpt2")), "layers.*each replica must have the whole gradient"),
     ):
-        own = layout if "no process" in said else ParallelLayout.parse("<1,1>x2")
+        own = layout if "no process" in said else parse_layout("<1,1>x2")
         sync = GradientSync(one, Both(other), own)
         with pytest.raises(ProcessError, match=f'task "b", .*{said}'):
             sync.exchange_holdings(["b"])

@@ -12,12 +12,12 @@ from peft import PeftConfig, PeftType
 from peft_mux import MultiTaskPeftModel, MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.divided_adapters import divided_kind_faults
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
 from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
 from peft_mux.modeling.adapters.kind import KINDS, Category
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import task
 from tests.modeling.adapters.cases import CASES

@@ -11,9 +11,10 @@ import pytest
 
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.dispatch import DispatchedShares
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
 from tests.engine.processes.cases import connected
 
 LAYOUT = "<1,1>x2, <2,1>x1, <1,1>"
@@ -46,7 +47,7 @@ def three_steps_over_gloo(rank: int) -> dict[str, Any]:
     # Another limit on another machine: the least of all must count.
     limits = {**LIMITS, ParallelConfig(1, 1): 256 + 64 * rank, ParallelConfig(2, 1): 1024 - 50 * rank}
     policy: Any = "balanced" if rank == 0 else "length"
-    shares = DispatchedShares(ParallelLayout.parse(LAYOUT), times(limits), processes, policy=policy)
+    shares = DispatchedShares(parse_layout(LAYOUT), times(limits), processes, policy=policy)
     divided = []
     for step in range(3):
         batches = batches_of(SKEWED, step)

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.dispatch import DispatchedShares
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.engine.steps import BatchesAhead
 from peft_mux.errors import ConfigError, DataError
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.replicas import dispatch_cases as cases
 from tests.scheduler.dispatching.cases import GivingUpSolver, RaisingSolver
 
-LAYOUT = ParallelLayout.parse(cases.LAYOUT)
+LAYOUT = parse_layout(cases.LAYOUT)
 LIMITS = [cases.LIMITS[config] for config in LAYOUT.replicas]
 MANY_SHORT = {"short": tuple(range(20, 120)), "long": (900, 700, 400)}
 _ROWS = st.lists(st.integers(1, 1024), max_size=12)
@@ -117,7 +117,7 @@ def test_rows_and_replicas_that_do_not_fit_are_refused_by_name() -> None:
     assert re.search(rf"row 1 {limit}, got 1025", shares.refusal(batches[1]) or "")
     with pytest.raises(ConfigError, match=rf"tasks\.books: row 1 {limit}"):
         shares.begin(batches)
-    alike = DispatchedShares(ParallelLayout.parse("<1,1>x2"))
+    alike = DispatchedShares(parse_layout("<1,1>x2"))
     assert alike.refusal(cases.batch_of("chat", (10**6,))) is None
     with pytest.raises(ConfigError, match="<1,1>x1 differ, which needs a time model that has each of them"):
         DispatchedShares(LAYOUT)

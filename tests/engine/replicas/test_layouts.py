@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from peft_mux import ConfigError
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from peft_mux.planning.replica_facts import run_facts
 from peft_mux.scheduler.costs.hardware import parse_devices
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from tests.engine.processes.cases import Part, assert_alike, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.invariants import mux_lab as lab
@@ -122,7 +122,7 @@ def test_sixteen_processes_train_to_the_result_of_one_in_the_layout_that_is_plan
     devices, trainer = parse_devices("2x8xA100-40GB"), planned()
     facts = run_facts(trainer._plans.planner, trainer.table.plannable, devices)
     limit_gib = facts.memory.peak_bytes(facts.loads, 24) / 2**30  # no device holds the long row
-    layout = ParallelLayout.parse(planned(memory_limit_gib=limit_gib).plan_deployment(devices).replicas)
+    layout = parse_layout(planned(memory_limit_gib=limit_gib).plan_deployment(devices).replicas)
     assert layout.world_size == 16
     assert len(set(layout.replicas)) > 1, "some replicas for long rows, others for short ones"
     arguments = {"replicas": str(layout), "ddp_timeout": 120}

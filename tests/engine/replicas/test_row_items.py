@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from peft_mux.data.packing.prefixes import row_trie
 from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
 from peft_mux.engine.dispatch import BatchRows, DispatchedShares, row_items
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import parse_layout
 from tests.engine.replicas import dispatch_cases as cases
 from tests.packing.tries import Rows, tries
 
 PROPERTY = settings(deadline=None, max_examples=30)
-LAYOUT = ParallelLayout.parse(cases.LAYOUT)
+LAYOUT = parse_layout(cases.LAYOUT)
 
 
 def batch_rows(sequences: Rows, task: str = "a") -> BatchRows:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
-from peft_mux.engine.layout import ParallelLayout, check_layout
+from peft_mux.engine.layout import check_layout, parse_layout
 from tests.engine.processes.cases import Part, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.invariants import mux_lab as lab
@@ -173,7 +173,5 @@ def test_gradients_in_bf16_are_half_the_bytes_and_near_those_in_fp32(plain: list
 def test_layouts_that_divide_states_already_refuse_it(layout: str, settings: dict[str, Any], got: str) -> None:
     args = MultiTaskTrainingArguments("runs/a", use_cpu=True, shard_optimizer=True, **settings)
     with pytest.raises(ConfigError, match=r"args\.shard_optimizer must be False .*, got ") as caught:
-        check_layout(
-            ParallelLayout.parse(layout), is_quantized=False, args=args, tasks=[], backbone=cases.backbone("llama")
-        )
+        check_layout(parse_layout(layout), is_quantized=False, args=args, tasks=[], backbone=cases.backbone("llama"))
     assert got in str(caught.value)

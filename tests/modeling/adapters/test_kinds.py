@@ -18,7 +18,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.divided_adapters import CAN_BE_CUT, cut_dim, divided_kind_faults, narrow
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.adapters.kind import (
@@ -32,6 +31,7 @@ from peft_mux.modeling.adapters.kind import (
 )
 from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
 from peft_mux.planning.task_loads import adapter_loads
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import assert_resumes, task

@@ -19,9 +19,10 @@ from peft_mux.scheduler.deployment.composed import ComposedDeployment, Deploymen
 from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import TaskLengths, enumerate_plans, joint_sample
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel, layout_text
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel, layout_text
 from tests.scheduler.replicas.cases import load
 
 SHAPE = ModelShape(16, 2048, 5632, 2048, 2048, 32000, backbone_bytes=1_500_000_000, activation_bytes=2)

@@ -8,7 +8,8 @@ import pytest
 
 from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan, Redeployment, decide_redeployment
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
 
 ONE, TWO, FOUR = ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(4, 1)
 MODEL = ReplicaTimeModel(

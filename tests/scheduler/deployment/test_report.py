@@ -7,7 +7,8 @@ import pytest
 
 from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
 from tests.scheduler.dispatching.cases import KILO_TOKENS_PER_GPU_S, TABLE_LENGTHS
 
 

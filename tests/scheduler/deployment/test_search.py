@@ -27,9 +27,9 @@ from peft_mux.scheduler.deployment.space import (
 )
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.problem import build_problem
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import (
     LayerFit,
-    ParallelConfig,
     ReplicaGroup,
     ReplicaTimeModel,
     fit_layer,

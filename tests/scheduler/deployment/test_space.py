@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peft_mux.scheduler.deployment.space import candidate_configs
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from tests.scheduler.replicas.cases import FACTS, ONE, SHAPE_7B, TWO
 
 

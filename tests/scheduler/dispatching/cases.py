@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup
 
 POLICIES = ["balanced", "length", "uniform"]
 KILO_TOKENS_PER_GPU_S = {1: (5.11,), 2: (4.30, 4.12), 4: (3.63, 3.50, 3.25), 8: (2.79, 2.71, 2.56, 2.33)}

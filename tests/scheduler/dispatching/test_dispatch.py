@@ -33,7 +33,8 @@ from peft_mux.scheduler.dispatching.problem import (
     relocate,
 )
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup
 from tests.scheduler.dispatching.cases import (
     FIGURE_4,
     POLICIES,

@@ -6,8 +6,8 @@ from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
-from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
 SHAPE_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, backbone_bytes=13_476_839_424, activation_bytes=2)
 CLUSTER = parse_devices("16xA100-40GB")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import (
     LayerFit,
     LayerTime,
-    ParallelConfig,
     ReplicaTimeModel,
     fit_layer,
     read_layer_profile,

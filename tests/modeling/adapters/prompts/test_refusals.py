@@ -15,11 +15,11 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCES
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.divided_adapters import divided_kind_faults
-from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
 from peft_mux.planning.task_loads import adapter_loads
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.passes import plain
 from tests.modeling.adapters.prompts import prompt_cases as prompts
