@@ -66,6 +66,8 @@ _MOST_IDLE = 8
 """Tasks without rows that `Sampling` keeps for the next weights."""
 _PIECE_TOKENS, _PASS_TOKENS = {"cpu": 1024, "gpu": 4096}, {"cpu": 2048, "gpu": 16_384}
 """Defaults. The activations of larger passes leave the caches of a CPU (docs/log.md)."""
+_RECOVERY_CALLS = 64
+"""Calls that fit into memory, after which pieces and passes that were made smaller are doubled."""
 _WHOLE_TOKENS, _SAMPLED_TOKENS, _PADDING_ROW = 32, 16, 16
 """The tokens of a pass on a CPU are a multiple of the first number, in `Sampling` of the second one. A row of padding
 has at most the third one."""
@@ -226,8 +228,8 @@ class Calls:
 
     Attributes:
         model: the `MultiTaskPeftModel`.
-        piece_tokens: see above; lowered when the memory does not hold a piece.
-        pass_tokens: see above; lowered when the memory does not hold a pass.
+        piece_tokens: see above; lowered when the memory does not hold a piece, and doubled after 64 calls that fit.
+        pass_tokens: see above; the same for a pass.
 
     Raises:
         ConfigError: for settings that cannot be used, or a model that is divided among processes.
@@ -267,6 +269,7 @@ class Calls:
                 f"Calls needs a causal language model without dropout, but {reason}. Load it with its dropout set to 0."
             )
         self.model, self.piece_tokens, self.pass_tokens = model.train(), piece_tokens, pass_tokens
+        self._most_tokens, self._num_fitting = (piece_tokens, pass_tokens), 0
         self._models: dict[str, _Model] = {}
         self._unfinished: dict[str, _Unfinished] = {}
         self._alone: set[str] = set()
@@ -449,7 +452,7 @@ class Calls:
             shortage, fault = (first_line(error), "") if is_shortage else ("", f"{type(error).__name__}: {error}")
         # After the block: the traceback of the error holds the activations of the pass.
         if shortage:
-            results = self._in_less_memory(order, num_tokens, shortage)
+            self._num_fitting, results = 0, self._in_less_memory(order, num_tokens, shortage)
         elif fault and len(order) == 1:
             results = {order[0]: CallFailure(f"the pass raises {fault}", is_callers=False)}
         elif fault:  # one of the calls is the cause, so each has its next passes to itself
@@ -463,6 +466,11 @@ class Calls:
                 self._models[name].has_gradients = True
             elif ended.call.backward:
                 self._put_back(name, ended)
+            self._num_fitting += isinstance(results[name], CallResult)
+        if self._num_fitting >= _RECOVERY_CALLS:
+            self._num_fitting, (most_of_piece, most_of_pass) = 0, self._most_tokens
+            self.piece_tokens = min(2 * self.piece_tokens, most_of_piece)
+            self.pass_tokens = min(2 * self.pass_tokens, most_of_pass)
         return results
 
     def _pieces(self, names: Sequence[str], *, backward: bool) -> dict[str, CallResult | CallFailure]:

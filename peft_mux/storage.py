@@ -483,13 +483,14 @@ class FolderLock:
     Args:
         root: the folder. `acquire` creates it if needed, and `release` removes it again if it is still empty.
         loading: what the process loads before it trains, for processes that ask: "data" or "model".
+        setting: the setting that names the folder, for messages.
 
     Attributes:
         is_held: whether this object holds the lock now.
     """
 
-    def __init__(self, root: Path, loading: str = "") -> None:
-        self.root, self.is_held, self._loading = root, False, loading
+    def __init__(self, root: Path, loading: str = "", setting: str = "output_dir") -> None:
+        self.root, self.is_held, self._loading, self._setting = root, False, loading, setting
         self._lock: FileLock | None = None
         self._made_root = False
         self._pid: int | None = None
@@ -536,7 +537,7 @@ class FolderLock:
             self.release()
             if isinstance(error, CheckpointError) and error.__cause__ is None:  # another trainer holds the lock
                 raise
-            raise unwritable(self.root, error.__cause__ or error) from error
+            raise unwritable(self.root, error.__cause__ or error, self._setting) from error
 
     def renew(self) -> None:
         """Take the lock again if its file is gone or another one, as when temporary files were cleaned away.
@@ -619,11 +620,11 @@ def _holder(root: Path) -> tuple[int, str, str]:
         return 0, "", ""
 
 
-def unwritable(root: Path, error: BaseException) -> CheckpointError:
-    """Return the refusal of a folder that a run cannot write to."""
+def unwritable(root: Path, error: BaseException, setting: str = "output_dir") -> CheckpointError:
+    """Return the refusal of a folder that cannot be written to; `setting` names it."""
     return CheckpointError(
-        f"output_dir must be a folder with free space in which this process may write, got {root} ({error}). Free "
-        "space, change its permissions, or set another output_dir."
+        f"{setting} must be a folder with free space in which this process may write, got {root} ({error}). Free "
+        f"space, change its permissions, or set another {setting}."
     )
 
 

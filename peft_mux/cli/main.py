@@ -188,6 +188,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     service.add_argument("--pass-tokens", type=int, metavar="N", help="most of a pass (CPU 2048, GPU 16384)")
     words = "share of the time for sampling while there is training (0.5)"
     service.add_argument("--sample-share", type=float, default=0.5, metavar="N", help=words)
+    words = "most seconds that a request waits for an earlier one of its model that has not arrived (600)"
+    service.add_argument("--max-wait-s", type=float, default=600.0, metavar="N", help=words)
     service.add_argument("--key", help="a key for development; with --status the key to ask with")
     service.add_argument("--status", metavar="URL", help="show what a server does, and the tokens of each model")
 

@@ -934,7 +934,7 @@ def serve(
         dtype: dtype of the model.
         key: a key for development, in addition to those of the store.
         say: called with a line once the model is loaded.
-        **sizes: `max_models`, `piece_tokens`, `pass_tokens` and `sample_share`.
+        **sizes: `max_models`, `piece_tokens`, `pass_tokens`, `sample_share` and `max_wait_s`.
 
     Raises:
         ConfigError: if a setting cannot be used.
@@ -947,7 +947,7 @@ def serve(
     settings = Settings(names, **sizes)
     if key is not None and not key.startswith("tml-"):
         raise ConfigError("--key must begin with tml-, as clients accept no other keys.")
-    lock = FolderLock(store)
+    lock = FolderLock(store, setting="--store")
     lock.acquire()
     try:
         ledger = Ledger(store)

@@ -60,6 +60,7 @@ class Settings:
         piece_tokens: most tokens of a call in a pass; `None` for the default of `Calls`.
         pass_tokens: most tokens of a pass; `None` for the default of `Calls`.
         sample_share: share of the time for sampling while there is training, too.
+        max_wait_s: most seconds that a request waits for an earlier one of its model that has not arrived.
     """
 
     served_names: tuple[str, ...]
@@ -67,6 +68,7 @@ class Settings:
     piece_tokens: int | None = None
     pass_tokens: int | None = None
     sample_share: float = 0.5
+    max_wait_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ class Engine:
         self._known_limits: dict[str, tuple[int | None, int | None]] = {}
         self._limits_read_s = 0.0
         self.requests: dict[str, Request] = {}
-        self.queued_tokens = Counter[str]()  # by tenant
+        self.queued_tokens, self._running_tokens = Counter[str](), Counter[str]()  # by tenant
         self._tokenizer, self._sampling = tokenizer, calls.sampling(tokenizer)
         self._answered: list[Model] = []
         self._rows: dict[int, tuple[Request, int]] = {}
@@ -369,6 +371,7 @@ class Engine:
                     did_something |= self._sample(earned_s)
                     earned_s -= time.perf_counter() - start
                 self._flush()
+                self._end_overdue()
                 self.models.age_snapshots()
                 self.models.forget_idle()
             for model in self.models.open_models:
@@ -444,6 +447,8 @@ class Engine:
         def write(connection: Any) -> None:
             for request, result, category, tokens in batch:
                 finish_request(connection, request.id, result, category, **tokens)
+                if not request.body:
+                    connection.execute("UPDATE requests SET body = NULL WHERE id = ?", (request.id,))
 
         def after(future: Future[None]) -> None:
             if future.exception() is None:
@@ -486,8 +491,8 @@ class Engine:
 
     def _run_head(self, model: Model, request: Request, steps: dict[str, Any]) -> bool:
         """Do what a request whose turn it is asks for, or begin to; return `False` if it must wait."""
-        # A step that had failed may have dropped gradients, so it runs again.
-        is_step_again = request.is_replay and request.kind == "optim_step"
+        # A step that had failed may have dropped gradients, so it runs again; one without its body has never run.
+        is_step_again = request.is_replay and request.kind == "optim_step" and request.body
         failure = model.failure or (None if is_step_again else request.failure)
         try:
             if failure is not None:
@@ -501,6 +506,7 @@ class Engine:
                 if payload.backward or not request.is_replay:
                     self._calls.submit(Call(model.name, payload.examples, payload.loss, payload.backward))
                     model.running = request
+                    self._running_tokens[model.key] += request.num_tokens
                     return True
             elif request.kind == "optim_step":
                 steps[model.name] = model, request, read_adam(json.loads(request.body))
@@ -525,6 +531,26 @@ class Engine:
         model.next_seq += 1
         model.used = time.monotonic()
 
+    def _end_overdue(self) -> None:
+        """Answer requests that have waited too long for an earlier one of their model that has not arrived.
+
+        In their turn, should that one arrive yet, they count as executed.
+        """
+        now_s = time.monotonic()
+        for model in self.models.by_id.values():
+            # Before it wakes, the requests behind its snapshot are missing, too.
+            if model.running or model.next_seq in model.queue or not (model.has_tail or model.opened):
+                continue
+            for request in model.queue.values():
+                if not request.is_replay and now_s - request.accepted > self._settings.max_wait_s:
+                    request.failure = (
+                        f"request {model.next_seq} of the model, which comes first, has not arrived in "
+                        f"{self._settings.max_wait_s:g} s. Send it, or load a checkpoint into a new model."
+                    )
+                    request.body = b""  # so that it does not run after a restart
+                    self._fail(request, request.failure)
+                    request.is_replay = True
+
     def _has_place(self, request: Request | None) -> bool:
         if self.models.has_place(0.0 if request is None else time.monotonic() - request.accepted):
             return True
@@ -535,18 +561,13 @@ class Engine:
         return False
 
     def _may_run(self, request: Request) -> bool:
-        """Whether the tokens of a tenant that came before a request are below its limit."""
+        """Whether the tokens of a tenant's calls that run are below its limit."""
         _, limit = self._limits(request.key)
-        if limit is not None and not request.is_replay:
-            before = 0
-            for other, queued in self.requests.items():
-                if other == request.id:
-                    break
-                before += queued.num_tokens if queued.key == request.key else 0
-            if before >= limit:
-                reason = f"{before} tokens of {request.key} are queued before it, and the limit of the key is {limit}"
-                request.waits_for = ("paused_rate_limit", reason)
-                return False
+        running = self._running_tokens[request.key]
+        if limit is not None and not request.is_replay and running >= limit:
+            reason = f"{running} tokens of {request.key} run, and the limit of the key is {limit}"
+            request.waits_for = ("paused_rate_limit", reason)
+            return False
         request.waits_for = ("active", "")
         return True
 
@@ -641,6 +662,7 @@ class Engine:
             self._answered.append(model)
             assert request is not None
             num_tokens += request.num_tokens
+            self._running_tokens[model.key] -= request.num_tokens
             if isinstance(result, CallFailure):
                 reason = _in_words_of_clients(result.reason, model)
                 self._fail(request, reason, USER if result.is_callers else SERVER)
@@ -680,7 +702,10 @@ class Engine:
         if frozen is not None:
             return True, frozen
         model = None if model_id is None else self.models.get(model_id)
-        if model is None or (model.has_tail and not model.queue and not model.running):
+        # Requests that fail make no weights.
+        if model is None or (
+            model.has_tail and not model.running and all(own.failure is not None for own in model.queue.values())
+        ):
             raise ConfigError("the weights of the sampling session were deleted. Save them again.")
         model.is_wanted = True  # after a restart, its replay makes them again
         return False, None
@@ -760,6 +785,8 @@ class Engine:
         call: SampleCall = request.payload
         num_sampled = sum(len(row.token_ids) for row in rows)
         self._usage[request.key] = self._usage.get(request.key, 0.0) + len(call.prompt) + num_sampled
+        # What a lack of memory has lowered grows again with what fits.
+        self._most_sampled_tokens = min(self._most_sampled_tokens + request.num_tokens, _MOST_SAMPLED_TOKENS)
         if any(row.finish_reason == "non_finite" for row in rows):
             self._fail(request, "the logits of the model are not finite. Sample from other weights.")
             return

@@ -30,7 +30,8 @@ class Key:
     Attributes:
         name: its name.
         max_models: most models that it may have open; `None` for no limit.
-        max_queued_tokens: most tokens that may wait or run; `None` for no limit.
+        max_queued_tokens: most tokens that may wait or run: beyond it samples are refused, and calls wait until others
+            have ended; `None` for no limit.
         is_admin: whether it sees the usage of all.
     """
 

@@ -262,7 +262,7 @@ def test_a_call_whose_pass_raises_fails_alone_and_its_neighbours_are_repeated_ap
 
 
 def test_a_pass_without_memory_is_computed_in_smaller_ones_and_a_row_that_does_not_fit_fails_alone() -> None:
-    calls, alone = door(), door()
+    calls, alone = door(piece_tokens=64, pass_tokens=100), door(piece_tokens=64, pass_tokens=100)
     rng = np.random.default_rng(4)
     wave = [call("a", example(rng, 30), example(rng, 30)), call("b", example(rng, 20))]
     for one in (calls, alone):
@@ -284,16 +284,22 @@ def test_a_pass_without_memory_is_computed_in_smaller_ones_and_a_row_that_does_n
     compute_at_most(60)
     assert results_of(calls, wave) == results_of(alone, wave)
     assert tokens == [80, 60, 20]
-    assert (calls.pass_tokens, calls.piece_tokens) == (40, 1024)
+    assert (calls.pass_tokens, calls.piece_tokens) == (40, 64)
     assert [bits(calls, name) for name in "ab"] == [bits(alone, name) for name in "ab"]
     compute_at_most(30)
     before = bits(calls, "b")
     found = calls.run([wave[0], call("b", example(rng, 40))])
     assert isinstance(found["a"], CallResult)
-    assert calls.piece_tokens == 30
+    assert (calls.pass_tokens, calls.piece_tokens) == (30, 30)
     assert isinstance(found["b"], CallFailure)
     assert "calls.b.examples[0]: a row of 40 tokens does not fit into memory (no memory for this)" in found["b"].reason
     assert bits(calls, "b") == before
+    compute_at_most(10_000)
+    sizes = []
+    for _ in range(2 * 64):
+        calls.run([call("a", example(rng, 2))])
+        sizes.append((calls.pass_tokens, calls.piece_tokens))
+    assert (sizes[0], sizes.count((60, 60)), sizes[-1]) == ((30, 30), 64, (100, 64))
 
 
 GOOD = np.arange(5)

@@ -64,7 +64,7 @@ class Server:
             calls, tokenizer, modules = load(model, "auto", settings)
         else:
             backbone = drawn(LANGUAGE_MODELS["Llama"][0])
-            modules, tokenizer, calls = modules_of(backbone), None, Calls(backbone)
+            modules, tokenizer, calls = modules_of(backbone), None, Calls(backbone, piece_tokens=settings.piece_tokens)
         self.service = Service(
             ledger,
             store,

@@ -8,6 +8,7 @@ import io
 import json
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -476,29 +477,58 @@ def test_frozen_weights_sample_the_same_while_training_continues(alice: Client) 
 # ------------------------------------------------------------------ limits, rest, restarts
 
 
+def test_a_request_fails_if_an_earlier_one_does_not_arrive_and_does_not_run_later(
+    tmp_path: Path, alice: Client
+) -> None:
+    server = Server(tmp_path, max_wait_s=0.1)
+    client = server.client()
+    model = client.model()
+    step = client.step(model, 2)
+    client.future("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 4})
+    sample = client.sample(f"{client.session}:sample:4")
+    reason = "request 1 of the model, which comes first, has not arrived in 0.1 s. Send it, or load a checkpoint"
+    assert client.result(step)[0] == "user"
+    assert client.result(step)[1].startswith(reason)
+    assert "the weights of the sampling session were deleted" in client.samples(sample)[1]
+    first = client.result(client.future("forward_backward", body_of(model, 1, rows_of(0))))
+    server.crash()
+    server = Server(tmp_path)
+    client = server.client()
+    norm = client.result(client.step(model, 4))
+    whole = alice.model(80)
+    assert first.metrics == alice.result(alice.future("forward_backward", body_of(whole, 1, rows_of(0)))).metrics
+    assert norm == alice.result(alice.step(whole, 2))
+    server.close()
+
+
 def test_limits_of_a_key_are_a_429_for_samples_and_a_queue_state_for_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "POLL_S", 0.05)
-    server = Server(tmp_path, {"carol": {"max_models": 1, "max_queued_tokens": 30}})
+    turn = threading.Semaphore(0)
+    monkeypatch.setattr(engine_module, "crashpoint", lambda name: turn.acquire() if name == "mid_pass" else None)
+    server = Server(tmp_path, {"carol": {"max_models": 2, "max_queued_tokens": 19}}, piece_tokens=1)
     carol = server.client("carol")
-    model = carol.model()
-    body = {"session_id": carol.session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 2}}
+    model, other = carol.model(0), carol.model(1)
+    body = {"session_id": carol.session, "model_seq_id": 2, "base_model": BASE, "lora_config": {"rank": 2}}
     second = carol.future("create_model", body)
     poll = carol.post("retrieve_future", {"request_id": second}).json()
     assert poll["queue_state"] == "paused_capacity"
-    assert "carol has 1 open models, the limit of the key" in poll["queue_state_reason"]
-    # Requests whose head is missing wait, and count.
-    waiting = [carol.future("forward_backward", body_of(model, seq, rows_of(0))) for seq in (2, 3)]
+    assert "carol has 2 open models, the limit of the key" in poll["queue_state_reason"]
+    first = carol.future("forward_backward", body_of(model, 1, rows_of(0)))
     session = {"session_id": carol.session, "sampling_session_seq_id": 1, "base_model": BASE}
     sampler = carol.ok("create_sampling_session", session)["sampling_session_id"]
     refused = carol.post("asample", {**json.loads(_sample_body(sampler))})
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    head = carol.future("forward_backward", body_of(model, 1, rows_of(0)))
-    poll = carol.post("retrieve_future", {"request_id": head}).json()
+    waiting = carol.future("forward_backward", body_of(other, 1, rows_of(0)))
+    turn.release()  # the first piece ends
+    until = time.monotonic() + 60
+    while (poll := carol.post("retrieve_future", {"request_id": waiting}).json())["queue_state"] == "active":
+        assert time.monotonic() < until
     assert poll["queue_state"] == "paused_rate_limit"
-    assert "tokens of carol are queued before it, and the limit of the key is 30" in poll["queue_state_reason"]
-    assert waiting
+    assert "19 tokens of carol run, and the limit of the key is 19" in poll["queue_state_reason"]
+    turn.release(100)
+    assert carol.result(first).metrics == carol.result(waiting).metrics
     carol.result(carol.future("unload_model", {"model_id": model}))
     assert carol.result(second)["type"] == "create_model"
     server.close()
@@ -721,8 +751,10 @@ def test_a_sampling_request_can_be_cancelled(alice: Client) -> None:
 
 
 def test_a_pass_waits_for_models_that_the_last_one_has_answered(
-    server: Server, alice: Client, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server = Server(tmp_path)
+    alice = server.client()
     first, second = alice.model(0), alice.model(1)
     monkeypatch.setattr(engine_module, "_RETURN_SHARE", 1e9)
     monkeypatch.setattr(engine_module, "_MOST_RETURN_S", 60.0)
@@ -732,3 +764,4 @@ def test_a_pass_waits_for_models_that_the_last_one_has_answered(
     ]
     assert [alice.result(call).metrics["loss:sum"] > 0 for call in calls] == [True, True]
     assert server.engine.passes[-1][2] == 2
+    server.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux.errors import CheckpointError
+from peft_mux.serve.app import serve
 from peft_mux.storage import HOLDER_NAME, LOCK_NAME, FolderLock, keeper_of
 
 fcntl = pytest.importorskip("fcntl")
@@ -165,6 +166,8 @@ def test_an_error_of_the_lock_library_is_a_refusal_of_the_folder(
     monkeypatch.setattr("peft_mux.storage.FileLock.acquire", fail)
     with pytest.raises(CheckpointError, match=r"output_dir must be a folder .*a deadlock"):
         FolderLock(tmp_path / "run").acquire()
+    with pytest.raises(CheckpointError, match=r"--store must be a folder .* or set another --store"):
+        serve("no model", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
