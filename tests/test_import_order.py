@@ -52,11 +52,9 @@ ROOMS = (
 STILL_IMPORTED = {
     "checkpoint.saver": "reporting.report",
     "checkpoint.task_state": "modeling.divided_model",
-    "engine.executor": (
-        "engine.cuda_graphs engine.fsdp engine.tensor.interleaving modeling.adapters.prompts.prompts scheduler.plan"
-    ),
+    "engine.executor": ("engine.cuda_graphs engine.fsdp engine.tensor.interleaving modeling.adapters.prompts.prompts"),
     "engine.gradients": "modeling.divided_model",
-    "engine.steps": "engine.dispatch scheduler.plan",
+    "engine.steps": "engine.dispatch",
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",
     "engine.tasks.setup": "modeling.generation.held_out_prompts",
     "modeling.adapters.files": (
@@ -76,9 +74,8 @@ STILL_IMPORTED = {
         "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
         "modeling.adapters.prompts.prompts modeling.adapters.tuners modeling.divided_model"
     ),
-    "reporting.callbacks": "reporting.trackers scheduler.plan",
-    "reporting.recorders": "scheduler.plan scheduler.planner.values",
-    "reporting.run_log": "reporting.report reporting.screen reporting.views scheduler.units",
+    "reporting.callbacks": "reporting.trackers",
+    "reporting.run_log": "reporting.report reporting.screen reporting.views",
     "task": "from_trl modeling.generation.options",
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
     "trainer.inputs": "reporting.trackers",
@@ -88,7 +85,7 @@ STILL_IMPORTED = {
         "engine.layout planning.deployment reporting.report reporting.screen "
         "scheduler.replicas.time_model trainer.plan_follower"
     ),
-    "trainer.placement": "engine.parallelize engine.tasks.sharding scheduler.plan",
+    "trainer.placement": "engine.parallelize engine.tasks.sharding",
     "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",
 }
 """The wings that modules of the core still import. This list only gets shorter."""
@@ -210,12 +207,12 @@ def test_a_folder_imports_only_these_and_the_standard_library(folder: str, allow
     assert strange == []
 
 
-def test_a_plan_is_data_that_needs_neither_drawing_nor_simulator() -> None:
+def test_a_plan_is_data_that_needs_nothing_but_units() -> None:
     todo, reached = ["peft_mux.scheduler.plan"], set[str]()
     while todo:
         reached.add(module := todo.pop())
         todo += module_graph()[module] - reached
-    assert reached.isdisjoint(f"peft_mux.scheduler.{name}" for name in ("plan_views", "drawing", "pipeline.simulator"))
+    assert reached == {"peft_mux.scheduler.plan", "peft_mux.scheduler.units"}
 
 
 def test_the_package_imports_neither_benchmarks_nor_tests() -> None:

@@ -49,8 +49,8 @@ WINGS = {
 }
 """What the core does without: folders and files of the package by subject. Everything else is the core, except
 `ASSEMBLING` and the names of policies; so are `VALUES`."""
-VALUES = "scheduler.parallel_layout".split()
-"""Values in the folders of wings that the core uses too: they are data alone, and count as the core."""
+VALUES = "scheduler.parallel_layout scheduler.plan scheduler.units".split()
+"""Values in the folders of wings that the core uses too: data alone (and its text), they count as the core."""
 ASSEMBLING = "__init__ __main__ trainer.trainer modeling.adapters modeling.objectives scheduler.names".split()
 """Modules that put core and wings together, or hold a registry that both use."""
 

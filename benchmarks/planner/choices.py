@@ -18,12 +18,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from benchmarks.planner.times import MAX_TOKENS, models, random_loads
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
-from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.plan import BucketLoad
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
-from peft_mux.scheduler.planner.values import Budget
 
 
 class _OneOfMux(Policy):

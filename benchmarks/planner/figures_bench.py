@@ -13,11 +13,10 @@ from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
-from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.plan import BucketLoad
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
 # Two matrices of 4 D in place of three: the width inside a gated MLP of as many parameters is 8/3 D.

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import BucketLoad
 from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse
 
 LAUNCH_S, TOKEN_S = 1.6e-3, 70e-6

@@ -24,9 +24,8 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.fusion import fuse
-from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES
-from peft_mux.scheduler.planner.values import Budget
 
 DEVICE = DEVICES["A40"]
 MAX_TOKENS = 16384

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from benchmarks.harness import hand_over, in_own_process
 from benchmarks.stored import host_kind, write_result
 from peft_mux.planning.profiling.measured_links import measure_link
-from peft_mux.scheduler.costs.hardware import DEVICES, Link
+from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup

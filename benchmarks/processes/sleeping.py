@@ -37,13 +37,14 @@ from benchmarks.processes.sleeping_worker import Load, Settings, train, trainer_
 from benchmarks.stored import host_kind, read_result, write_result
 from peft_mux.engine.layout import parse_layout
 from peft_mux.planning.replica_facts import run_facts, time_model_of
-from peft_mux.scheduler.costs.hardware import Cluster, Link, parse_devices
+from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Parts, analytic_profile, corrected
 from peft_mux.scheduler.deployment.composed import DeploymentPricer, PricedDeployment
 from peft_mux.scheduler.deployment.deployment_plan import groups_of
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, candidate_configs, joint_sample
 from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 

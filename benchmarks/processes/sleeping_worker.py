@@ -41,9 +41,10 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.parallel import TensorLinks
 from peft_mux.engine.work import rows_of
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.costs.hardware import Cluster, Link
+from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel, all_reduce_s, whole_pass
 from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.subgraphs import Direction, PassTimes, Stretch, pass_times
 
 

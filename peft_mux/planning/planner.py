@@ -51,11 +51,10 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import FUSED, Parts, Profile, corrected
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan import Plan, TaskShare
 from peft_mux.scheduler.planner.planned_passes import TurnTimes, planned_passes
-from peft_mux.scheduler.planner.planner import DoesNotFitError, least_pass_tokens, plan_tasks
+from peft_mux.scheduler.planner.planner import Budget, DoesNotFitError, Outcome, least_pass_tokens, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
-from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from peft_mux.scheduler.units import bytes_text
 
 _CHUNKS_OF_INTERLEAVED = 2

@@ -13,7 +13,7 @@ from peft_mux.engine.allocator import host_memory_bytes
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.planning.profiling.backbone import device_name, software_versions
-from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, Link, known_device, parse_devices
+from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, known_device, parse_devices
 from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.profile import (
     AS_PROFILED,
@@ -26,7 +26,7 @@ from peft_mux.scheduler.costs.profile import (
     corrected,
     shape_signature,
 )
-from peft_mux.scheduler.planner.values import TurnPlan
+from peft_mux.scheduler.plan import Link, TurnPlan
 from peft_mux.scheduler.units import bytes_text
 
 _STAND_IN = "A100-80GB"

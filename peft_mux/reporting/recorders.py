@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
     from peft_mux.data.batch import MuxBatch
     from peft_mux.engine.work import StepTimes
-    from peft_mux.scheduler.plan import Plan
-    from peft_mux.scheduler.planner.values import PlannedPass
+    from peft_mux.scheduler.plan import Plan, PlannedPass
 
 CALL_LIMIT_S = 1.0
 """Seconds that one call of a task's own code may take before it is reported."""

@@ -13,10 +13,10 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         |                  memory, Eq. 5                          costs/memory.py      MemoryModel
         |                  admission (who waits)                  planner/planner.py   admit
         v fusion           Eq. 6: tasks that share every pass     planner/fusion.py    fuse
-      hTask                                                       planner/values.py    HTask
+      hTask                                                       plan.py              HTask
         |                  policies to compare with               planner/policies.py  POLICIES
         v grouping         Eq. 7: hTasks on one clock             planner/fusion.py    group
-      bucket               C micro-batches on S stages            pipeline/list_scheduler.py BucketLoad
+      bucket               C micro-batches on S stages            plan.py              BucketLoad
         |
         |- between stages, section 3.4.1: pipeline template       pipeline/template.py build_template
         |    its list scheduling; time line, windows, bounds      pipeline/list_scheduler.py, simulator.py
@@ -40,43 +40,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peft_mux.scheduler.costs.hardware import Cluster, Device, Link, parse_devices
+    from peft_mux.scheduler.costs.hardware import Cluster, Device, parse_devices
     from peft_mux.scheduler.costs.latency import CostModel
     from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
-    from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
+    from peft_mux.scheduler.costs.memory import MemoryModel
     from peft_mux.scheduler.costs.profile import Profile, analytic_profile
     from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan
     from peft_mux.scheduler.deployment.search import plan_deployment
     from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
     from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
     from peft_mux.scheduler.parallel_layout import ParallelConfig
-    from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
     from peft_mux.scheduler.pipeline.simulator import Simulation
-    from peft_mux.scheduler.pipeline.template import PipelineTemplate
+    from peft_mux.scheduler.plan import (
+        BucketLoad,
+        HTask,
+        Link,
+        MemoryEstimate,
+        PipelineTemplate,
+        PlannedPass,
+        TaskShare,
+        Waiting,
+    )
     from peft_mux.scheduler.plan_views import Plan
-    from peft_mux.scheduler.planner.planner import DoesNotFitError, plan_tasks
+    from peft_mux.scheduler.planner.planner import Budget, DoesNotFitError, Outcome, plan_tasks
     from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
-    from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, TaskShare, Waiting
     from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 _NAMES = {
-    "costs.hardware": "Cluster Device Link parse_devices",
+    "costs.hardware": "Cluster Device parse_devices",
     "costs.latency": "CostModel",
     "costs.loads": "AdapterLoad ModelShape TaskLoad",
-    "costs.memory": "MemoryEstimate MemoryModel",
+    "costs.memory": "MemoryModel",
     "costs.profile": "Profile analytic_profile",
     "deployment.deployment_plan": "DeploymentPlan",
     "deployment.search": "plan_deployment",
     "dispatching.bucketing": "Bucketing bucket_boundaries",
     "dispatching.dispatch": "Dispatch dispatch",
     "parallel_layout": "ParallelConfig",
-    "pipeline.list_scheduler": "BucketLoad",
     "pipeline.simulator": "Simulation",
-    "pipeline.template": "PipelineTemplate",
+    "plan": "BucketLoad HTask Link MemoryEstimate PipelineTemplate PlannedPass TaskShare Waiting",
     "plan_views": "Plan",
-    "planner.planner": "DoesNotFitError plan_tasks",
+    "planner.planner": "Budget DoesNotFitError Outcome plan_tasks",
     "planner.policies": "POLICIES Partition Policy policy_named register_policy",
-    "planner.values": "Budget HTask Outcome PlannedPass TaskShare Waiting",
     "replicas.time_model": "ReplicaGroup ReplicaTimeModel",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

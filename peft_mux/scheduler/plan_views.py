@@ -23,9 +23,8 @@ from peft_mux.scheduler.drawing import (
     save_rows,
 )
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
-from peft_mux.scheduler.plan import VIEWS, Plan
+from peft_mux.scheduler.plan import VIEWS, HTask, Plan
 from peft_mux.scheduler.planner.policies import POLICIES
-from peft_mux.scheduler.planner.values import HTask
 from peft_mux.scheduler.units import bytes_text, seconds_text, step_time_text
 
 _MOST_NOTES = 12

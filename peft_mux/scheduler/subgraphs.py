@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from peft_mux.scheduler.costs.hardware import Overlap
-from peft_mux.scheduler.costs.latency import PassParts
+from peft_mux.scheduler.plan import PassParts
 
 Key = TypeVar("Key", str, int)
 

@@ -16,9 +16,10 @@ from peft_mux.engine.layout import parse_layout
 from peft_mux.errors import ConfigError
 from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
-from peft_mux.scheduler.costs.hardware import Link, parse_devices
+from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.plan import Link
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.cli.lab import save_backbone, write_rows

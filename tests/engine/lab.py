@@ -44,9 +44,9 @@ from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import BucketLoad, PipelineTemplate
 from peft_mux.task import Task, resolve
 from tests.engine.processes.cases import connected
 from tests.packing.even_rows import even_rows

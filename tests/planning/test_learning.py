@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from peft_mux.data.packing.passes import PassRules
 from peft_mux.engine.work import PassTime, StepTimes, TaskInPass
 from peft_mux.planning.learning import PassPrices, TimeCorrection, repriced_s
-from peft_mux.scheduler.costs.hardware import Link, Overlap
+from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, corrected
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan import Link, MemoryEstimate, Plan
 from peft_mux.scheduler.planner.planned_passes import TurnTimes
-from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.values import Budget
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from tests.scheduler.plan_cases import a_plan
 from tests.scheduler.planner.cases import LLAMA_7B, load, models
 

@@ -16,9 +16,10 @@ from peft_mux import ConfigError
 from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.planning.profiling.backbone import software_versions
 from peft_mux.planning.targets import run_profile
-from peft_mux.scheduler.costs.hardware import DEVICES, Link
+from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.profile import FUSED, Profile, analytic_profile
+from peft_mux.scheduler.plan import Link
 from peft_mux.trainer import trainer as trainer_module
 from tests.invariants.mux_lab import make_trainer, small_task
 from tests.planning.cases import llama

@@ -25,7 +25,6 @@ from peft_mux.modeling.objectives import heads
 from peft_mux.planning.profiling.activation_bytes import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.backbone import Stopwatch, _identity, _measure, profile_backbone
 from peft_mux.planning.profiling.subject import RANKS, Subject
-from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.loads import (
     _MAX_JOINT_RANK,
     AdapterLoad,
@@ -35,6 +34,7 @@ from peft_mux.scheduler.costs.loads import (
 )
 from peft_mux.scheduler.costs.memory import activation_bytes_per_token
 from peft_mux.scheduler.costs.profile import Profile, profile_text
+from peft_mux.scheduler.plan import Link
 
 LENGTHS = [40, 17, 60, 33]
 CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16

@@ -9,7 +9,7 @@ import pytest
 
 from peft_mux.engine.work import StepTimes
 from peft_mux.reporting.recorders import CALL_LIMIT_S, SHARE_LIMIT, PassReport, RunTimes, pass_lines, shared_tokens
-from peft_mux.scheduler.planner.values import PlannedPass
+from peft_mux.scheduler.plan import PlannedPass
 from tests.reporting.lab import Clock
 
 PLANNED = (PlannedPass(0, ("a", "b"), 20), PlannedPass(0, ("a",), 9))

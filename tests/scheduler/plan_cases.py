@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from peft_mux.scheduler.costs.loads import ModelShape
-from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import BucketLoad, HTask, MemoryEstimate, TaskShare, Waiting
 from peft_mux.scheduler.plan_views import Plan
-from peft_mux.scheduler.planner.values import HTask, TaskShare, Waiting
 
 SHAPE = ModelShape(
     num_layers=4,

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.plan import HTask, Link, TaskShare, run_times
 from peft_mux.scheduler.plan_views import Plan, simulated_step
-from peft_mux.scheduler.planner.values import HTask, TaskShare, run_times
 from peft_mux.scheduler.units import ANALYTIC_TIME, MEASURED_TIME, MEMORY, Band, time_band
 from tests.scheduler.plan_cases import a_plan
 

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.planner.cluster.trace import TaskKind
-from peft_mux.scheduler.costs.hardware import Cluster, Device, Link
+from peft_mux.scheduler.costs.hardware import Cluster, Device
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import STREAMING_PART, Curve, Profile, analytic_profile, launch_s
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.plan import Link
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 
 SYSTEMS = ("hf-peft", "nemo", "sl-peft", "muxtune")
 

@@ -27,7 +27,7 @@ from benchmarks.papers.simulated import write_table
 from benchmarks.planner.subgraphs.graph import Subgraph, segment
 from benchmarks.planner.subgraphs.layers import Llama7B, layer_graph
 from benchmarks.planner.subgraphs.schedule import compute_busy_s, schedule, sequential_schedule, simulate_streams
-from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.subgraphs import StreamTimeline
 
 LINKS = {"A40": Link(2e-5, 0.75 * 56.25e9), "H100-80GB": Link(2e-5, 0.75 * 450e9)}

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from benchmarks.planner.figures_bench import LLAMA_7B
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph
-from peft_mux.scheduler.costs.hardware import Link, parse_devices
+from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import all_reduce_s
 from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.plan import Link
 
 # Megatron-LM's cut: row-parallel layers add up results in the forward pass, column-parallel ones gradients of their
 # input in the backward pass.

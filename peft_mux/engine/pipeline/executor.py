@@ -51,8 +51,7 @@ from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.pipeline.simulator import MOST_STEPS, Span, build_window
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan import Action, PipelineTemplate, Plan, Slot
 from peft_mux.scheduler.subgraphs import Direction, Stretch
 
 T = TypeVar("T")

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.packing.passes import slot_of
 from peft_mux.errors import PlanError
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad, Links
+from peft_mux.scheduler.pipeline.list_scheduler import Links
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan import Action, BucketLoad, PipelineTemplate, Plan, Slot
 
 
 @dataclass(frozen=True, slots=True)

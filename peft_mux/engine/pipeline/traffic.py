@@ -18,7 +18,7 @@ from peft_mux.engine.pipeline.links import Expected, PipelineLinks
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.kernels.lora.reference import Rows, num_rows_in, spread_rows, take_rows
 from peft_mux.scheduler.pipeline.list_scheduler import next_virtual_stage
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
+from peft_mux.scheduler.plan import Action, PipelineTemplate, Slot
 
 FIGURES_DTYPE = torch.float64
 """Dtype of losses and squared norms in messages, so that the layout changes sums by less than fp32 precision."""

@@ -24,9 +24,10 @@ from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
 from peft_mux.modeling.adapters.lora.layer import LinearGroup
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of, plain_backbone
-from peft_mux.scheduler.costs.hardware import Link, Overlap
+from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Profile, profile_key, shape_signature
+from peft_mux.scheduler.plan import Link
 from peft_mux.storage import write_file
 
 _PART_VERSION = "2"

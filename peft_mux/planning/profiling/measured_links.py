@@ -22,9 +22,10 @@ from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.stream import temporary_attributes
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of
-from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Link, Overlap
+from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.subgraphs import PassTimes, Stretch, TimedSubgraph, pass_times, turns_timeline
 
 _SMALL_ELEMENTS = 2

@@ -12,45 +12,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A connection between two devices, with the same figures in both directions.
-
-    Each direction carries one message at a time and is busy for the whole of `transfer_s`.
-
-    Attributes:
-        latency_s: seconds that a message takes however small it is.
-        bytes_per_s: bandwidth in one direction; inf for a link on which only latency counts.
-
-    Raises:
-        ValueError: for a latency that is negative or not finite, or a bandwidth that is not above 0.
-
-    Example:
-        >>> Link(latency_s=1.0, bytes_per_s=10.0).transfer_s(20)
-        3.0
-    """
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s must be 0 or more, and finite, got {self.latency_s}. Give seconds.")
-        if not self.bytes_per_s > 0:
-            raise ValueError(
-                "bytes_per_s must be more than 0 (inf for a link on which only latency counts), got "
-                f"{self.bytes_per_s}. Give bytes per second."
-            )
-
-    def transfer_s(self, num_bytes: float) -> float:
-        """Return the seconds that a message takes; a message without bytes takes the latency."""
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-    def slowed(self, factor: float) -> Link:
-        """Return the link on which every message takes `factor` times as long."""
-        return Link(self.latency_s * factor, self.bytes_per_s / factor)
-
+from peft_mux.scheduler.plan import Link
 
 MOST_SLOWDOWN = 0.99
 """Computing continues during a sum, however slowly."""

@@ -40,9 +40,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peft_mux.data.packing.passes import Member
-from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.loads import FrozenParts, ModelShape, TaskLoad, loss_block_rows, split_layers
 from peft_mux.scheduler.costs.profile import Parts, Profile
+from peft_mux.scheduler.plan import Link, PassParts
 
 ALL_REDUCES_PER_LAYER = 4
 """After attention and after the MLP, forward and backward, over the devices that a layer is cut into."""
@@ -55,68 +55,20 @@ _LENGTH_STEP = 16
 _Array = NDArray[Any]
 
 
+def computed_share(parts: PassParts, num_layers: int) -> float:
+    """Return the part of a pass through so many layers that is left if all sums are hidden."""
+    computed_s = num_layers * (parts.attention_s + parts.mlp_s) + parts.first_s + parts.head_s + parts.overhead_s
+    sums_s = ALL_REDUCES_PER_LAYER * num_layers * parts.sum_s
+    sums_s += parts.num_head_blocks * parts.head_sum_s + parts.head_gradient_sum_s
+    return computed_s / (computed_s + sums_s) if computed_s else 0.0
+
+
 def all_reduce_s(link: Link | None, num_devices: int, num_bytes: Any) -> Any:
     """Return the seconds of one sum of messages over a ring of devices; 0 if no link is known."""
     if link is None or num_devices == 1:
         return 0.0 * num_bytes  # in the shape of `num_bytes`, which may be an array
     # A reduce-scatter and an all-gather, of n - 1 rounds each.
     return 2 * (num_devices - 1) * link.transfer_s(num_bytes / num_devices)
-
-
-@dataclass(frozen=True, slots=True)
-class PassParts:
-    """Seconds of the parts of one pass between its sums, on each of the devices that share its layers.
-
-    Forward and backward together unless stated otherwise. `peft_mux.scheduler.subgraphs` simulates with them how
-    passes take turns (M §3.4.2).
-
-    Attributes:
-        tokens: tokens of the pass.
-        targets: loss terms of the pass.
-        attention_s: norm, q/k/v, attention and output projection of one layer, adapters included.
-        mlp_s: norm, MLP and adapters of one layer.
-        first_s: what lies before the layers.
-        head_s: output head and loss.
-        overhead_s: what the pass takes whatever its size.
-        sum_s: one sum of hidden states `[T, D]` over the devices.
-        head_sum_s: one sum of three numbers a target, for one block of the loss.
-        head_gradient_sum_s: the sum of the gradient of the targets' hidden states.
-        head_block_rows: rows of a block of the loss.
-        forward_fraction: the part of a layer's seconds that is its forward.
-    """
-
-    tokens: float
-    targets: float
-    attention_s: float
-    mlp_s: float
-    first_s: float
-    head_s: float
-    overhead_s: float
-    sum_s: float
-    head_sum_s: float
-    head_gradient_sum_s: float
-    head_block_rows: int
-    forward_fraction: float
-
-    @property
-    def num_head_blocks(self) -> int:
-        """Blocks of rows in which the loss is computed, at least one."""
-        return max(1, math.ceil(self.targets / self.head_block_rows))
-
-    def computed_share(self, num_layers: int) -> float:
-        """Return the part of a pass through so many layers that is left if all sums are hidden."""
-        computed_s = num_layers * (self.attention_s + self.mlp_s) + self.first_s + self.head_s + self.overhead_s
-        sums_s = ALL_REDUCES_PER_LAYER * num_layers * self.sum_s
-        sums_s += self.num_head_blocks * self.head_sum_s + self.head_gradient_sum_s
-        return computed_s / (computed_s + sums_s) if computed_s else 0.0
-
-    def of_size(self, tokens: float, targets: float) -> PassParts:
-        """Return the parts of a pass of another size, in proportion: enough to order subgraphs by."""
-        by_tokens = tokens / self.tokens if self.tokens else 1.0
-        by_targets = targets / self.targets if self.targets else 1.0
-        scaled = {name: by_tokens * getattr(self, name) for name in ("attention_s", "mlp_s", "first_s", "sum_s")}
-        scaled |= {name: by_targets * getattr(self, name) for name in ("head_s", "head_gradient_sum_s")}
-        return replace(self, tokens=float(tokens), targets=float(targets), **scaled)
 
 
 class PassWork(NamedTuple):

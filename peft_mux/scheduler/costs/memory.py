@@ -24,7 +24,7 @@ from peft_mux.scheduler.costs.loads import (
     split_layers,
     weight_gradient_bytes,
 )
-from peft_mux.scheduler.units import MEMORY
+from peft_mux.scheduler.plan import MemoryEstimate
 
 _OPTIMIZER_BYTES_PER_PARAMETER = 8
 """Two Adam moments in fp32."""
@@ -47,47 +47,6 @@ On a CPU, glibc keeps freed blocks of up to 32 MiB in its heap, where later ones
 seen to hold 1.5 to 1.65 times their dynamic bytes. With MALLOC_MMAP_THRESHOLD_=65536 in the environment they hold them
 to the percent, and a margin of 0 is right (`benchmarks/planner/accuracy.py` measures both).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Peak memory by part, in bytes.
-
-    Attributes:
-        backbone_bytes: frozen weights and buffers of the backbone.
-        adapter_bytes: adapter weights, gradients, optimizer state and last good copies of all tasks.
-        activation_bytes: what one pass keeps for its backward.
-        workspace_bytes: blocks of logits and transient buffers.
-        optimizer_bytes: the part of `adapter_bytes` that is optimizer state.
-    """
-
-    backbone_bytes: int
-    adapter_bytes: int
-    activation_bytes: int
-    workspace_bytes: int
-    optimizer_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Sum of all parts."""
-        return self.backbone_bytes + self.adapter_bytes + self.activation_bytes + self.workspace_bytes
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes of each part by its name, in the order in which they are printed and drawn."""
-        return {
-            "backbone": self.backbone_bytes,
-            "adapters": self.adapter_bytes - self.optimizer_bytes,
-            "optimizers": self.optimizer_bytes,
-            "activations": self.activation_bytes,
-            "workspace": self.workspace_bytes,
-        }
-
-    def summary(self) -> str:
-        """Return one line, in GiB, or in MiB for less than one."""
-        unit, name_of_unit = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
-        listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in self.parts.items())
-        return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit} {MEMORY.words}: {listed}"
 
 
 def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool, devices: int = 1) -> float:

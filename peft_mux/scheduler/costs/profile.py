@@ -16,15 +16,16 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from peft_mux.scheduler.costs.hardware import Device, Link, Overlap
+from peft_mux.scheduler.costs.hardware import Device, Overlap
 from peft_mux.scheduler.costs.loads import ModelShape
+from peft_mux.scheduler.plan import Link, from_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,20 +352,6 @@ class Profile:
             return from_plain(cls, data)
         except (LookupError, TypeError) as error:
             raise ValueError(f"profile must be what to_json wrote, but lacks or misnames a field ({error}).") from error
-
-
-def from_plain(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as an annotation has it: dataclasses for objects, tuples for lists."""
-    arguments = get_args(kind)
-    if isinstance(value, dict) and arguments:  # a dataclass or `None`
-        kind = next(filter(is_dataclass, arguments), None)
-    if isinstance(value, dict):
-        kinds = get_type_hints(kind)
-        return kind(**{name: from_plain(kinds[name], item) for name, item in value.items()})
-    if isinstance(value, list):
-        kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
-        return tuple(from_plain(kind_of_item, item) for kind_of_item, item in zip(kinds, value, strict=False))
-    return value
 
 
 def profile_key(device: str, dtype: str, model: str, versions: Mapping[str, str]) -> str:

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad, Links, Slot, message_s, next_virtual_stage
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.list_scheduler import Links, message_s, next_virtual_stage
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import Action, BucketLoad, PipelineTemplate, Slot
 
 MOST_STEPS = 8
 """Steps of the longest window: the flush at its end costs an eighth of what it would at each step."""

@@ -27,104 +27,10 @@ theirs. Its last backward on the first stage ends it on all stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from peft_mux.scheduler.names import SCHEDULES, Schedule
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad, Links, ListScheduler, Move, Slot, group_micro_batches
-
-FORMAT_VERSION = 1
-
-
-class Action(NamedTuple):
-    """One forward or backward of one micro-batch through one (virtual) stage.
-
-    Attributes:
-        kind: "F" for forward, "B" for backward.
-        bucket: index into the buckets as the caller gave them.
-        micro_batch: index of the micro-batch within the bucket.
-        stage: the device that runs it.
-        chunk: the virtual stage on that device; 0 unless virtual stages are interleaved.
-        step: step of the template, from 0; 0 in a template of one step.
-    """
-
-    kind: str
-    bucket: int
-    micro_batch: int
-    stage: int
-    chunk: int = 0
-    step: int = 0
-
-    @property
-    def slot(self) -> Slot:
-        """The micro-batch that it runs."""
-        return Slot(self.bucket, self.micro_batch, self.step)
-
-    def __str__(self) -> str:
-        """Return it in short, such as F1.0 for bucket 1, micro-batch 0; behind step 0 with the step, as F1.0+2."""
-        chunk = f"/{self.chunk}" if self.chunk else ""
-        step = f"+{self.step}" if self.step else ""
-        return f"{self.kind}{self.bucket}.{self.micro_batch}{chunk}{step}"
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineTemplate:
-    """An ordered list of actions for each device.
-
-    Attributes:
-        schedule: the schedule that it was built by, one of `SCHEDULES`.
-        num_stages: S, which is the number of devices.
-        num_chunks: virtual stages of each device.
-        actions: the actions of each stage in the order in which it runs them, [stage][position].
-        num_steps: steps that the lists are of, which are not drained between.
-    """
-
-    schedule: str
-    num_stages: int
-    num_chunks: int
-    actions: tuple[tuple[Action, ...], ...]
-    num_steps: int = 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON types; an action becomes [kind, bucket, micro_batch, chunk, step] in its stage's list.
-
-        The step is left out where there is only one.
-        """
-        width = 4 if self.num_steps == 1 else 5
-        return {
-            "format_version": FORMAT_VERSION,
-            "schedule": self.schedule,
-            "num_stages": self.num_stages,
-            "num_chunks": self.num_chunks,
-            "actions": [
-                [[a.kind, a.bucket, a.micro_batch, a.chunk, a.step][:width] for a in row] for row in self.actions
-            ],
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> PipelineTemplate:
-        """Return the template that `to_dict` wrote.
-
-        Args:
-            data: the JSON types of a template in this format version.
-
-        Raises:
-            ValueError: for another format version, or a field that is missing.
-        """
-        version = data.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
-        try:
-            rows = tuple(
-                tuple(Action(kind, bucket, micro_batch, stage, *rest) for kind, bucket, micro_batch, *rest in row)
-                for stage, row in enumerate(data["actions"])
-            )
-            num_steps = 1 + max((action.step for row in rows for action in row), default=0)
-            return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows, num_steps)
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"template must be what to_dict wrote, but lacks or misnames a field ({error})."
-            ) from error
+from peft_mux.scheduler.pipeline.list_scheduler import Links, ListScheduler, Move, group_micro_batches
+from peft_mux.scheduler.plan import Action, BucketLoad, PipelineTemplate, Slot
 
 
 def build_template(

@@ -30,9 +30,9 @@ from peft_mux.data.packing.passes import (
     passes_meant,
     slot_of,
 )
-from peft_mux.scheduler.costs.latency import CostModel, PassParts, PassWork
+from peft_mux.scheduler.costs.latency import CostModel, PassWork
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.planner.values import HTask, PlannedPass
+from peft_mux.scheduler.plan import HTask, PassParts, PlannedPass
 from peft_mux.scheduler.subgraphs import (
     Direction,
     Stretch,

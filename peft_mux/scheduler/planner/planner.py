@@ -30,17 +30,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from peft_mux.scheduler.costs.latency import CostModel, range_sums
+from peft_mux.data.packing.passes import PassRules
+from peft_mux.scheduler.costs.latency import CostModel, computed_share, range_sums
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
+from peft_mux.scheduler.pipeline.list_scheduler import Links
 from peft_mux.scheduler.pipeline.simulator import (
     MOST_STEPS,
     Simulation,
@@ -49,11 +50,11 @@ from peft_mux.scheduler.pipeline.simulator import (
     steady_lower_bound_s,
     window_step_s,
 )
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import BucketLoad, HTask, MemoryEstimate, PipelineTemplate, PlannedPass, TurnPlan, Waiting
 from peft_mux.scheduler.planner.fusion import Buckets, Interval, cheapest_partition, group
 from peft_mux.scheduler.planner.planned_passes import CutHTask, TurnTimes, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named
-from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan, Waiting
 from peft_mux.scheduler.units import bytes_text
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -83,6 +84,71 @@ MOST_PASSES_IN_TURNS = 4
 """Of numbers that are searched for; M §5.3 interleaves 2 to 4."""
 _LEAST_GAIN_OF_TURNS = 0.01
 """Part of a step that turns have to save: predictions are no more accurate, and turns hold more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may use.
+
+    Attributes:
+        max_tokens: the most tokens of one pass; only a single sequence that is longer makes a longer pass.
+        limit_bytes: memory of a device that the plan may fill, in bytes; `None` for no limit.
+        num_micro_batches: C, passes of each hTask that has as many rows; by default the number is searched for with
+            which the predicted step is shortest and fits into memory.
+        schedule: the schedule that a pipeline runs. A policy that searches under its own schedule (such as "mux")
+            chooses its buckets under that one in any case; this one is then built over them.
+        num_chunks: virtual stages of a device, for schedules that interleave them.
+        links: the links between neighbouring stages.
+        rules: whether rows are cut, and how long chunks are, as the engine's collator has it.
+        interleaved_passes: the most passes that take turns while they wait for sums over the devices of a stage;
+            "auto" for the number that is predicted to be fastest and fits.
+        recomputes: whether activations are recomputed in the backward, as its sums then are.
+        drains: whether a pipeline is drained at the end of every step; else plans are compared by steps between which
+            it is not, which need fewer micro-batches to keep stages busy.
+    """
+
+    max_tokens: int
+    limit_bytes: int | None = None
+    num_micro_batches: int | None = None
+    schedule: Schedule = "mux"
+    num_chunks: int = 1
+    links: Links = None
+    rules: PassRules = field(default_factory=PassRules)
+    interleaved_passes: int | Literal["auto"] = 1
+    recomputes: bool = False
+    drains: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the planner decided, without the particulars of a run that `Plan` adds.
+
+    Attributes:
+        htasks: the hTasks of a step, in the order in which they run.
+        buckets: for each bucket the indices of the hTasks that share its pipeline clock (M §3.4).
+        template: what each stage runs, in order; `None` if nothing runs.
+        bucket_loads: what each bucket costs on each stage, as the template was timed with.
+        step_s: predicted seconds of a step of all tasks, updates included.
+        peak_bytes: predicted peak of each stage, in bytes of one device.
+        waiting: the tasks that are left out, each with its reason.
+        max_tokens: the most tokens of a pass, as asked for or as fits into memory; more only if a sequence is
+            longer.
+        memory: the peak of the fullest stage by part; `None` if nothing runs.
+        passes: the passes of a typical step, as its rows are cut.
+        turns: how passes take turns; `None` if they run one after another.
+    """
+
+    htasks: tuple[HTask, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    template: PipelineTemplate | None
+    bucket_loads: tuple[BucketLoad, ...]
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    waiting: tuple[Waiting, ...]
+    max_tokens: int
+    memory: MemoryEstimate | None
+    passes: tuple[PlannedPass, ...] = ()
+    turns: TurnPlan | None = None
 
 
 def plan_tasks(
@@ -382,7 +448,7 @@ class _Search:
             return least_s
         # Turns may hide all sums, and nothing else.
         parts = [self.times.parts_of(cut, stage) for cut in cuts for stage in self.stages]
-        return least_s * min(part.computed_share(self.cost.shape.num_layers) for part in parts)
+        return least_s * min(computed_share(part, self.cost.shape.num_layers) for part in parts)
 
     def _compare(self, cuts: list[CutHTask], count: int, most_s: float, *, is_grouped: bool) -> None:
         """Simulate the groupings of a partition into each number of buckets; keep one that takes less than `most_s`."""

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peft_mux.scheduler.costs.hardware import Cluster, Link
+from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.parallel_layout import ParallelConfig
+from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.replicas.time_model import LayerTime, ReplicaTimeModel, fit_layer
 
 _LENGTH_POINTS = 8

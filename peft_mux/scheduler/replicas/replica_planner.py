@@ -10,15 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.plan import Link
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
-from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
 
 Rows = tuple[tuple[int, ...], ...]

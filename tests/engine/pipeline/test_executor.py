@@ -27,7 +27,8 @@ from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError
 from peft_mux.modeling.backbone.shape import weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.pipeline.template import Action, Slot, build_template
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import Action, Slot
 from tests.engine import lab
 from tests.engine.lab import Case, plan_of
 from tests.engine.test_layouts import LONG, check_states

@@ -14,8 +14,9 @@ import pytest
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.shape import model_shape
-from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
+from peft_mux.scheduler.costs.hardware import DEVICES, Overlap
 from peft_mux.scheduler.costs.profile import Curve, analytic_profile
+from peft_mux.scheduler.plan import Link
 from tests.engine.replicas import layout_cases
 from tests.invariants.mux_lab import make_trainer, small_task
 

@@ -11,10 +11,10 @@ import pytest
 from peft_mux import Task
 from peft_mux.engine.work import PassClock, PassTime, StepTimes
 from peft_mux.planning.learning import PassPrices
-from peft_mux.scheduler.costs.hardware import Link, Overlap
+from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Parts, Profile
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan import Link, Plan
 from peft_mux.scheduler.planner.planned_passes import TurnTimes
 from tests.engine.processes.cases import TIMEOUT_S, launch, values
 from tests.engine.replicas.layout_cases import backbone

@@ -19,10 +19,7 @@ from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
 from peft_mux.modeling.divided_model import reduce_input_gradient, reduce_output
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.costs.latency import PassParts
-from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.values import HTask, TurnPlan
+from peft_mux.scheduler.plan import HTask, MemoryEstimate, PassParts, Plan, TurnPlan
 from tests.engine import lab
 from tests.engine.processes.cases import connected
 

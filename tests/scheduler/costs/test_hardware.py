@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.scheduler.costs.hardware import DEVICES, Link, parse_devices
+from peft_mux.scheduler.costs.hardware import DEVICES, parse_devices
 from peft_mux.scheduler.pipeline.list_scheduler import message_s
+from peft_mux.scheduler.plan import Link
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))

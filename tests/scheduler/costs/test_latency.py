@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.data.packing.passes import Member
-from peft_mux.scheduler.costs.hardware import Link, Overlap
+from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel, all_reduce_s, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, TaskLoad
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Profile
+from peft_mux.scheduler.plan import Link
 from tests.scheduler.plan_cases import SHAPE as SMALL
 
 LAYERS = 8

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import DEVICES, Link
+from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.profile import (
     AS_PROFILED,
     AdapterTable,
@@ -21,6 +21,7 @@ from peft_mux.scheduler.costs.profile import (
     corrected,
     profile_key,
 )
+from peft_mux.scheduler.plan import Link
 from tests.scheduler.planner.cases import LLAMA_7B
 
 TIMES = st.lists(st.floats(0, 10), min_size=1, max_size=8)

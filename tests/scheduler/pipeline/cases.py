@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import BucketLoad, PipelineTemplate
 
 Buckets = list[BucketLoad]
 Variant = tuple[Schedule, int]

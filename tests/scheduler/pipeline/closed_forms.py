@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
+from peft_mux.scheduler.plan import BucketLoad
 
 
 def closed_form_1f1b_s(stage_latencies_s: Sequence[float], num_micro_batches: int) -> float:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.pipeline.simulator import (
     build_window,
@@ -19,7 +18,8 @@ from peft_mux.scheduler.pipeline.simulator import (
     steady_lower_bound_s,
     window_step_s,
 )
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import Action, Link, PipelineTemplate
 from tests.scheduler.pipeline.cases import (
     Buckets,
     Variant,

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.list_scheduler import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.plan import BucketLoad, Link, PipelineTemplate
 from tests.scheduler.pipeline.cases import (
     VARIANTS,
     Buckets,

@@ -8,7 +8,7 @@ from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
-from peft_mux.scheduler.planner.values import Outcome
+from peft_mux.scheduler.planner.planner import Outcome
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 13_400_000_000, 2)
 A40 = parse_devices("4xA40")

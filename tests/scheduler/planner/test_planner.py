@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
-from peft_mux.scheduler.planner.planner import DoesNotFitError, admit, plan_tasks
+from peft_mux.scheduler.planner.planner import Budget, DoesNotFitError, Outcome, admit, plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES
-from peft_mux.scheduler.planner.values import Budget, Outcome
 from tests.scheduler.planner.cases import A40, load, loads_of, models, simulated, tasks_of
 
 LIMIT = A40.device.memory_bytes

@@ -12,7 +12,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler import plan_tasks
 from peft_mux.scheduler.names import POLICY_NAMES
-from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.plan import Plan, TaskShare
+from peft_mux.scheduler.planner.planner import Budget, Outcome
 from peft_mux.scheduler.planner.policies import (
     POLICIES,
     Partition,
@@ -20,7 +21,6 @@ from peft_mux.scheduler.planner.policies import (
     policy_named,
     register_policy,
 )
-from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from tests.scheduler.planner.cases import load, models, tasks_of
 
 LOADS = [load("long", 512, 4), load("b", 64, 16), load("c", 128), load("d", 32, 4), load("e", 256)]

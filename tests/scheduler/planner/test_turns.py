@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import Link, Overlap
+from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.plan import Link
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 from tests.scheduler.planner.cases import A40, LLAMA_7B, load, loads_of, simulated, tasks_of
 
 LINK = Link(2e-5, 2e10)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.scheduler.costs.hardware import Link, parse_devices
+from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.parallel_layout import ParallelConfig
-from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.plan import Link
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import layer_times, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner

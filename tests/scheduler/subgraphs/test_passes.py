@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner.subgraphs.graph import segment
 from benchmarks.planner.subgraphs.layers import LayerLatency, layer_graph
 from peft_mux.scheduler.costs.hardware import Overlap
-from peft_mux.scheduler.costs.latency import PassParts
+from peft_mux.scheduler.plan import PassParts
 from peft_mux.scheduler.subgraphs import (
     LaunchQueue,
     Stretch,
