@@ -64,7 +64,6 @@ STILL_IMPORTED = {
     "modeling.adapters.injection": "modeling.adapters.copies modeling.divided_model",
     "modeling.adapters.lora.lora_kind": "modeling.adapters.sliced",
     "modeling.backbone.modules": "modeling.divided_model",
-    "modeling.backbone.shape": "scheduler.costs.loads",
     "modeling.model": (
         "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
         "modeling.adapters.prompts.prompts modeling.adapters.tuners"

@@ -46,7 +46,7 @@ from benchmarks.training.timing import use_clock
 from benchmarks.training.workloads import ModelSpec
 from peft_mux import MultiTaskPeftModel, MultiTaskTrainer, Task
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
-from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from peft_mux.planning.profiling.backbone import profile_backbone
 from peft_mux.scheduler.costs.latency import CostModel

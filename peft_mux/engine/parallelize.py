@@ -36,9 +36,9 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
+from peft_mux.modeling.backbone.digests import weight_digests
 from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
-from peft_mux.modeling.backbone.shape import weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan

@@ -22,10 +22,10 @@ from peft_mux.errors import ConfigError
 from peft_mux.kernels.availability import has_triton, reason_against_kernels
 from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.backbone.quantized import quantization_method
-from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.planning.learning import PassPrices, TimeCorrection, repriced_s
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from peft_mux.planning.targets import (
     Target,

@@ -32,7 +32,7 @@ from peft_mux.errors import (
     installed_version,
     raise_faults,
 )
-from peft_mux.modeling.backbone.shape import fingerprint
+from peft_mux.modeling.backbone.digests import fingerprint
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import banner_lines

@@ -1,4 +1,4 @@
-"""The shape that the planner takes of a family that is cut: read off its configuration and its description."""
+"""The shape that the planner takes of a backbone: read off its configuration and its description."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.replica_facts import supported_configs
 from peft_mux.planning.task_loads import cut_layers, frozen_parts
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from tests.engine import lab
+from tests.modeling.backbones import backbone_of
 from tests.planning.cases import described
 
 FP32 = torch.float32
@@ -37,6 +39,34 @@ def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str, changed: dict
     assert rows
     # More than half of the smallest layer, where latent attention's narrow matrices and norms stay whole.
     assert parts.layer_bytes / 2 < parts.cut_bytes < parts.layer_bytes
+
+
+def test_the_shape_of_a_model_counts_its_frozen_weights_alone() -> None:
+    model = backbone_of("llama")()
+    frozen = sum(parameter.numel() for parameter in model.parameters())
+    MultiTaskPeftModel(model, {"a": LoraConfig(r=2, target_modules=["q_proj"])}, verify=False)
+    shape = model_shape(model, model.config, dtype=torch.bfloat16, activation_dtype=FP32)
+    assert (shape.num_layers, shape.hidden_size, shape.intermediate_size) == (2, 32, 48)
+    assert (shape.attention_size, shape.key_value_size, shape.vocab_size) == (32, 16, 61)
+    assert shape.backbone_bytes == 2 * frozen
+    assert shape.activation_bytes == 4
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=16)
+    shape = model_shape(GPT2LMHeadModel(config), config, dtype=FP32, activation_dtype=FP32)
+    assert (shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.attention_size) == (3, 32, 128, 32)
+
+
+def test_the_shape_of_a_mixture_counts_the_experts_of_a_token_and_all_experts() -> None:
+    changed = {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 8, "q_lora_rank": None}
+    model = backbone_of("deepseek_v3", **changed)()
+    config = model.config
+    before = model_shape(model, config, dtype=FP32, activation_dtype=FP32)
+    MultiTaskPeftModel(model, {"a": LoraConfig(target_modules="all-linear")}, verify=False)
+    shape = model_shape(model, config, dtype=FP32, activation_dtype=FP32)
+    assert shape == before, "adapters are seen through"
+    # One dense layer of 48; two of 24 a shared expert, and 2 of 8 experts of 24 a token.
+    assert shape.intermediate_size == (48 + 2 * (24 + 2 * 24)) // 3
+    assert shape.held_intermediate_size == (48 + 2 * (24 + 8 * 24)) // 3
+    assert shape.routed_share == 0.25
 
 
 @pytest.mark.parametrize(("kind", "caps"), [("gemma2", True), ("gemma3_text", False), ("phi3", False)])

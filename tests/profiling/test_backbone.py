@@ -19,9 +19,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
-from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.activation_bytes import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.backbone import Stopwatch, _identity, _measure, profile_backbone
 from peft_mux.planning.profiling.subject import RANKS, Subject

@@ -1,1 +1,1 @@
-"""The frozen backbone: its shape and modules, and the checks of it before training."""
+"""The frozen backbone: its modules and digests, and the checks of it before training."""

@@ -28,9 +28,9 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.liger import fused_without_data
 from peft_mux.modeling.backbone.modules import find_layers, first_layers, is_meta, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.backbone.quantized import quantized_layers
-from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import in_mode, temporary_attributes
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.subject import config_of, plain_backbone, shortened_config
 from peft_mux.scheduler.costs import memory
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
 from peft_mux.modeling.adapters.lora.layer import LinearGroup
-from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of, plain_backbone
 from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass

@@ -19,9 +19,9 @@ from peft_mux.modeling.adapters.lora.layer import LinearGroup
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.backbone.modules import language_model
-from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import temporary_attributes
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 
 RANKS = (4, 16, 64)

@@ -25,7 +25,7 @@ from peft_mux.engine.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError
-from peft_mux.modeling.backbone.shape import weight_digests
+from peft_mux.modeling.backbone.digests import weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import Action, Slot

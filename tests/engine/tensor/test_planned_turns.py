@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.planning.model_shape import model_shape
 from peft_mux.scheduler.costs.hardware import DEVICES, Overlap
 from peft_mux.scheduler.costs.profile import Curve, analytic_profile
 from peft_mux.scheduler.plan import Link

@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, RobertaConfig
+from transformers import GPT2Config, OPTConfig, RobertaConfig
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone import probe
+from peft_mux.modeling.backbone.digests import fingerprint, weight_digests
 from peft_mux.modeling.backbone.probe import max_positions, truncated_head
-from peft_mux.modeling.backbone.shape import fingerprint, model_shape, weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine.lab import config_of
 from tests.modeling.backbones import backbone_of, classifier_of
@@ -169,34 +169,6 @@ def test_scaling_that_looks_at_the_longest_row_limits_rows_to_where_it_does_not(
     config = config_of("llama")
     config.rope_parameters = {"rope_theta": 10_000.0, **rope}
     assert max_positions(config) == (limit or 64)
-
-
-def test_the_shape_of_a_model_counts_its_frozen_weights_alone() -> None:
-    model = llama()
-    frozen = sum(parameter.numel() for parameter in model.parameters())
-    adapted(model, verify=False)
-    shape = model_shape(model, model.config, dtype=torch.bfloat16, activation_dtype=torch.float32)
-    assert (shape.num_layers, shape.hidden_size, shape.intermediate_size) == (2, 32, 48)
-    assert (shape.attention_size, shape.key_value_size, shape.vocab_size) == (32, 16, 61)
-    assert shape.backbone_bytes == 2 * frozen
-    assert shape.activation_bytes == 4
-    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=16)
-    shape = model_shape(GPT2LMHeadModel(config), config, dtype=torch.float32, activation_dtype=torch.float32)
-    assert (shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.attention_size) == (3, 32, 128, 32)
-
-
-def test_the_shape_of_a_mixture_counts_the_experts_of_a_token_and_all_experts() -> None:
-    changed = {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 8, "q_lora_rank": None}
-    model = backbone_of("deepseek_v3", **changed)()
-    config = model.config
-    before = model_shape(model, config, dtype=torch.float32, activation_dtype=torch.float32)
-    MultiTaskPeftModel(model, {"a": LoraConfig(target_modules="all-linear")}, verify=False)
-    shape = model_shape(model, config, dtype=torch.float32, activation_dtype=torch.float32)
-    assert shape == before, "adapters are seen through"
-    # One dense layer of 48; two of 24 a shared expert, and 2 of 8 experts of 24 a token.
-    assert shape.intermediate_size == (48 + 2 * (24 + 2 * 24)) // 3
-    assert shape.held_intermediate_size == (48 + 2 * (24 + 8 * 24)) // 3
-    assert shape.routed_share == 0.25
 
 
 def backbone_fingerprint(backbone: Any) -> str:
