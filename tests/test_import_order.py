@@ -50,39 +50,36 @@ ROOMS = (
 """The parts of the package, from the ground up: each imports only itself and what stands before it."""
 
 STILL_IMPORTED = {
-    "checkpoint.saver": "reporting.report",
     "checkpoint.task_state": "modeling.divided_model",
-    "engine.executor": ("engine.cuda_graphs engine.fsdp engine.tensor.interleaving modeling.adapters.prompts.prompts"),
+    "engine.executor": "engine.cuda_graphs engine.fsdp engine.tensor.interleaving modeling.adapters.prompts.prompts",
     "engine.gradients": "modeling.divided_model",
     "engine.steps": "engine.dispatch",
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",
     "engine.tasks.setup": "modeling.generation.held_out_prompts",
     "modeling.adapters.files": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
-        "modeling.adapters.prompts.prompts modeling.divided_model"
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
+        "modeling.divided_model"
     ),
     "modeling.adapters.injection": "modeling.adapters.copies modeling.divided_model",
     "modeling.adapters.lora.lora_kind": "modeling.adapters.sliced",
     "modeling.backbone.modules": "modeling.divided_model",
     "modeling.model": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
-        "modeling.adapters.prompts.prompts modeling.adapters.tuners"
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
+        "modeling.adapters.tuners"
     ),
     "modeling.objectives.heads": "modeling.divided_model",
     "modeling.registry": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind "
-        "modeling.adapters.prompts.prompts modeling.adapters.tuners modeling.divided_model"
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
+        "modeling.adapters.tuners modeling.divided_model"
     ),
     "reporting.callbacks": "reporting.trackers",
-    "reporting.run_log": "reporting.report reporting.screen reporting.views",
+    "reporting.run_log": "reporting.report",
     "task": "from_trl modeling.generation.options",
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
-    "trainer.inputs": "reporting.trackers",
-    "trainer.loop": "trainer.control trainer.plan_follower trainer.relocation trainer.reporter",
+    "trainer.loop": "trainer.plan_follower trainer.relocation",
     "trainer.membership": "trainer.plan_follower",
     "trainer.opening": (
-        "engine.layout planning.deployment reporting.report reporting.screen "
-        "scheduler.replicas.time_model trainer.plan_follower"
+        "engine.layout planning.deployment reporting.report scheduler.replicas.time_model trainer.plan_follower"
     ),
     "trainer.placement": "engine.parallelize engine.tasks.sharding",
     "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",

@@ -27,7 +27,8 @@ from peft_mux.errors import ConfigError, Fault, closest, installed_version, rais
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME, saved_num_labels
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.views import counted, metrics_of
+from peft_mux.reporting.lines import counted
+from peft_mux.reporting.views import metrics_of
 
 CITATION = Path(__file__).with_name("citation.md")
 """The last section of every card."""

@@ -117,6 +117,14 @@ def peak_bytes(device: torch.device | None = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def device_words(device: torch.device) -> str:
+    """Return the device of this process in words."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)}, {total / 2**30:.2f} GiB"
+    return f"{device.type}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
 def _text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")

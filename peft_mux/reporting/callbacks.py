@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations import integration_utils
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.reporting.trackers import NamedLogs, TaskTrackers, disable_key_rewriting
+from peft_mux.reporting.trackers import TaskTrackers
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, hears
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
@@ -87,8 +88,15 @@ class RunCallbacks:
     def log(self, logs: dict[str, float]) -> None:
         """Keep `task/metric` numbers in the state of the run, and hand them to its callbacks and integrations."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        with disable_key_rewriting():
-            self.call("on_log", NamedLogs(logs))
+        # The callbacks of transformers would put `train/` before every key that does not begin with `eval_`, and file
+        # the held-out loss of a task under `train/sql/eval_loss`.
+        rewrite: Callable[[Any], Any] = integration_utils.rewrite_logs
+        # W&B passes a part of the numbers; other trainers of the process keep their keys.
+        integration_utils.rewrite_logs = lambda given: dict(given) if given.keys() <= logs.keys() else rewrite(given)
+        try:
+            self.call("on_log", logs)
+        finally:
+            integration_utils.rewrite_logs = rewrite
 
     def begin_training(self, runs: Iterable[ActiveTask]) -> None:
         """Forget what earlier trainings reported: running tasks take their first step, and follow their first plan."""

@@ -21,16 +21,10 @@ from rich.terminal_theme import TerminalTheme
 from rich.theme import Theme
 
 from peft_mux.errors import ConfigError, printable
+from peft_mux.reporting.lines import counted, time_text
 from peft_mux.reporting.report import RunReport, status_word
 from peft_mux.reporting.table import RunTable
-from peft_mux.reporting.views import (
-    RunView,
-    TaskView,
-    counted,
-    number_text,
-    shortened,
-    time_text,
-)
+from peft_mux.reporting.views import RunView, TaskView, number_text, shortened
 from peft_mux.scheduler.drawing import PALETTE, legend, new_figure, rounded_ticks
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.plan_views import MeasuredStep, memory_html, timeline_html

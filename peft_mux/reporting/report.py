@@ -17,22 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.allocator import device_words
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import installed_version, printable
 from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.views import (
-    curve_of,
-    drop_columns,
-    held_out_loss,
-    number_text,
-    share_text,
-    shortened,
-    time_text,
-    wrapped,
-)
+from peft_mux.reporting.lines import time_text, wrapped
+from peft_mux.reporting.views import curve_of, drop_columns, held_out_loss, number_text, share_text, shortened
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import MEMORY, aligned, bytes_text, step_time_text
 from peft_mux.task import TaskStatus
@@ -119,14 +112,6 @@ def banner_lines(
         f"memory   {bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}",
         f"output   {root}; {saved}",
     ]
-
-
-def device_words(device: torch.device) -> str:
-    """Return the device of this process in words."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return f"{torch.cuda.get_device_name(device)}, {bytes_text(total)}"
-    return f"{device.type}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
 def _range(numbers: Sequence[Any]) -> str:

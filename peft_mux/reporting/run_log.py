@@ -18,18 +18,18 @@ from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.tokenize import ROW_COUNTS, DataReport
 from peft_mux.engine.allocator import peak_bytes
-from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable
+from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable, run_interval
 from peft_mux.modeling.router_loss import STATISTIC
 from peft_mux.reporting.callbacks import TaskCallbacks
+from peft_mux.reporting.lines import Progress, counted, time_text, wrapped
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
-from peft_mux.reporting.screen import Progress
-from peft_mux.reporting.views import counted, time_text, view_of, wrapped
 from peft_mux.scheduler.units import rate_text
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import log_warning
@@ -54,6 +54,7 @@ class RunLog:
     Attributes:
         metrics: the file `metrics.jsonl`; nothing is written until training begins.
         progress: the screen; silent until training begins.
+        make_progress: returns the screen of a training; by default one of lines alone.
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
         times: seconds of the steps, of each task, and of the tasks' own code.
@@ -72,7 +73,8 @@ class RunLog:
         self.table = table
         self.state = state
         self.metrics = MetricsLog(None)
-        self.progress: Progress = Progress(is_silent=True)
+        self.progress = Progress(is_silent=True)
+        self.make_progress: Callable[[], Progress] = lambda: Progress(is_silent=not is_shown)
         self.callbacks: dict[str, TaskCallbacks] = {}
         self.is_shown, self.is_quiet = is_shown, is_quiet
         self.times = RunTimes()
@@ -84,9 +86,9 @@ class RunLog:
         self._begun_rows: WeakSet[Any] = WeakSet()
         self._warned_rows: WeakSet[Any] = WeakSet()
 
-    def open(self, metrics: MetricsLog, progress: Progress) -> None:
+    def open(self, metrics: MetricsLog) -> None:
         """Write to a file and a screen from now on."""
-        self.metrics, self.progress = metrics, progress
+        self.metrics, self.progress = metrics, self.make_progress()
         metrics.warn = self.warn
 
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
@@ -217,6 +219,20 @@ class RunLog:
         # Once for all tasks, so that integrations get one record per step.
         self._emit(logs)
 
+    def losses_if_due(self, args: MultiTaskTrainingArguments, control: TrainerControl) -> None:
+        """Log the losses of all tasks if the arguments or a callback ask for it after this step."""
+        step = self.state.global_step
+        every = run_interval(args.logging_steps, self.table) if args.logging_strategy == "steps" else 0
+        is_due = every > 0 and step % every == 0
+        is_due |= args.logging_strategy != "no" and args.logging_first_step and step == 1
+        if control.should_log or is_due:
+            control.should_log = False
+            self.losses()
+        else:
+            by_epoch = args.logging_strategy == "epoch"
+            due = [(run, self.callbacks[run.name].control.should_log) for run in self.table.running]
+            self.losses([run for run, asks in due if asks or (by_epoch and run.is_at_epoch_end)])
+
     def evaluation(self, run: ActiveTask, metrics: dict[str, float], times: Mapping[str, float]) -> dict[str, float]:
         """Log what an evaluation found, and its `times` for callbacks alone; return metrics by `task/metric` keys."""
         self.numbers(run, "eval", metrics, times)
@@ -310,8 +326,7 @@ class RunLog:
     def _write_rows(self, run: ActiveTask, split: str, report: DataReport) -> None:
         numbers = asdict(report)
         del numbers["where"]
-        view = view_of(run, with_curves=False)
-        facts = {"data_format": str(report.data_format), "loss_kind": view.loss_kind, "settings": view.settings}
+        facts = {"data_format": str(report.data_format), "loss_kind": run.loss_kind, "settings": run.swept_as}
         self.event("data", task=run.name, split=split, **{**numbers, **facts})
 
 

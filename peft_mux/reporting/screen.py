@@ -1,7 +1,7 @@
 """How a run shows its progress: a live table in a terminal, an output in a notebook, or lines.
 
-`make_progress` chooses between `LiveProgress` (the
-table, redrawn in place below log lines), `NotebookProgress` (HTML, updated in place) and `Progress` (lines only).
+`make_progress` chooses between `LiveProgress` (the table, redrawn in place below log lines), `NotebookProgress` (HTML,
+updated in place) and `Progress` (lines only).
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType
 
+from peft_mux.reporting.lines import Progress
 from peft_mux.reporting.table import RunTable, table_text
-from peft_mux.reporting.views import (
-    RunView,
-    RunWatch,
-    window_width,
-)
+from peft_mux.reporting.views import RunView, RunWatch
 
 if TYPE_CHECKING:
     import torch
@@ -38,54 +35,6 @@ _MOST_SHARE = 0.02
 _MOST_CHARTS = 24
 
 
-class Progress:
-    """Prints log lines and nothing that moves; base of what shows more.
-
-    Args:
-        stream: where lines go; by default the standard output at the time.
-        is_silent: prints nothing, as in processes other than the first.
-
-    Attributes:
-        shows_losses: whether losses are part of what is shown, so that no lines are printed for them.
-        width: characters of a line.
-        watch: follows the tasks; `None` if nothing moves.
-    """
-
-    shows_losses = False
-    watch: RunWatch | None = None
-
-    def __init__(self, stream: TextIO | None = None, *, is_silent: bool = False) -> None:
-        self.stream, self.is_silent = stream, is_silent
-
-    @property
-    def width(self) -> int:
-        """Characters of a line of the terminal; in a file or a pipe lines are not broken."""
-        return window_width()
-
-    def start(self, tasks: Iterable[ActiveTask]) -> None:
-        """Begin to show tasks."""
-        if self.watch is not None:
-            self.watch.start(tasks)
-
-    def advance(self, tasks: Iterable[ActiveTask]) -> None:
-        """Show where the tasks are after a step."""
-        if self.watch is not None:
-            self.watch.advance(tasks)
-
-    def log(self, line: str) -> None:
-        """Print a line; if a full disk or a closed pipe refuses it, only that line is lost."""
-        if self.is_silent:
-            return
-        with suppress(Exception):
-            stream = self.stream or sys.stdout
-            # An output that knows only ASCII shows other letters by their numbers.
-            encoding = getattr(stream, "encoding", None) or "utf-8"
-            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
-
-    def stop(self) -> None:
-        """End."""
-
-
 class LiveProgress(Progress):
     """A table that a thread redraws several times per second, so that the time also moves during long steps.
 
@@ -95,7 +44,6 @@ class LiveProgress(Progress):
     """
 
     shows_losses = True
-    watch: RunWatch
 
     def __init__(self, watch: RunWatch, console: Console | None = None) -> None:
         super().__init__()
@@ -120,8 +68,12 @@ class LiveProgress(Progress):
 
     def start(self, tasks: Iterable[ActiveTask]) -> None:
         """Show every task."""
-        super().start(tasks)
+        self.watch.start(tasks)
         self._live.start()
+
+    def advance(self, tasks: Iterable[ActiveTask]) -> None:
+        """Show where the tasks are after a step, in the next frame."""
+        self.watch.advance(tasks)
 
     def log(self, line: str) -> None:
         """Print above the table."""
@@ -158,7 +110,6 @@ class NotebookProgress(Progress):
     """
 
     shows_losses = True
-    watch: RunWatch
 
     def __init__(self, watch: RunWatch) -> None:
         super().__init__()
@@ -173,12 +124,12 @@ class NotebookProgress(Progress):
 
     def start(self, tasks: Iterable[ActiveTask]) -> None:
         """Begin an output in the cell that runs."""
-        super().start(tasks)
+        self.watch.start(tasks)
         self._update(begins=True)
 
     def advance(self, tasks: Iterable[ActiveTask]) -> None:
         """Show where the tasks are, unless they were shown a moment ago."""
-        super().advance(tasks)
+        self.watch.advance(tasks)
         began = time.perf_counter()
         if began >= self._next_s:
             self._update()

@@ -1,11 +1,8 @@
-"""Runs in loggers: one for all tasks (Trainer's own callbacks), or one per task (`report_per_task`, `TaskTrackers`).
+"""Runs in loggers, one per task (`report_per_task`, `TaskTrackers`); Trainer's own callbacks make one for all tasks.
 
-With one run for all tasks, keys are `task/metric` and `run/metric`. The callbacks of transformers would put `train/`
-before every key that does not begin with `eval_`, and file the held-out loss of a task under `train/sql/eval_loss`.
-
-With a run per task, each has the name `group/task`, the settings of its task, and plain keys (`train/loss`). The
-trackers of accelerate write TensorBoard, W&B and Trackio. Its tracker for MLflow logs to the one active run of the
-process, so `MlflowTracker` here uses MLflow's client, which takes the id of a run.
+Each has the name `group/task`, the settings of its task, and plain keys (`train/loss`). The trackers of accelerate
+write TensorBoard, W&B and Trackio. Its tracker for MLflow logs to the one active run of the process, so `MlflowTracker`
+here uses MLflow's client, which takes the id of a run.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -44,32 +41,6 @@ _MLFLOW_ENDINGS: Mapping[str, str] = {
 _MOST_UNDER_WAY = 32
 """Most logs that may be on their way to the server; then the oldest one is waited for."""
 _logger = logging.getLogger(__name__)
-
-
-class NamedLogs(dict[str, float]):
-    """Numbers whose keys are complete: `task/metric`."""
-
-
-@contextmanager
-def disable_key_rewriting() -> Iterator[None]:
-    """Let the callbacks of transformers leave the keys of `NamedLogs` unchanged, in the `with` block."""
-    before: Callable[[Any], Any] = integration_utils.rewrite_logs
-    integration_utils.rewrite_logs = lambda logs: dict(logs) if isinstance(logs, NamedLogs) else before(logs)
-    try:
-        yield
-    finally:
-        integration_utils.rewrite_logs = before
-
-
-@contextmanager
-def without_shared_tracker(args: MultiTaskTrainingArguments) -> Iterator[None]:
-    """Let `report_to` be empty in the `with` block if each task has its own run, as Trainer would make one for all."""
-    before = args.report_to
-    args.report_to = [] if args.report_per_task else before
-    try:
-        yield
-    finally:
-        args.report_to = before
 
 
 class TaskTrackers:

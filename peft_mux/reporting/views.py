@@ -1,4 +1,4 @@
-"""What is shown of a run at one moment (`RunView`), numbers in few characters, and text of any width.
+"""What is shown of a run at one moment (`RunView`), and numbers in few characters.
 
 `RunWatch` makes views of tasks that train, `view_of` of a task at rest, and `view_of_records` of the `metrics.jsonl` of
 a run that another process trains. Tables, pages, notebooks and commands are drawn from views. Everything in a view was
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-import textwrap
 import threading
 import time
 from collections import defaultdict, deque
@@ -42,25 +40,11 @@ _MOST_LINES = 200
 # ---------------------------------------------------------------- numbers in few characters
 
 
-def counted(number: int, word: str) -> str:
-    """Return a number with its noun, such as `1 step` or `1,200 steps`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def number_text(value: float | None) -> str:
     """Return a loss in about six characters, whatever its size."""
     if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
-
-
-def time_text(seconds: float | None) -> str:
-    """Return a time as 0:07, 12:03 or 3:25:00; "-" for none."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def shortened(text: str, width: int, mark: str = "…") -> str:
@@ -85,42 +69,6 @@ def drop_columns(widths: dict[str, int], first_to_go: Iterable[str], width: int,
         if room < least and name in widths:
             room += widths.pop(name) + 2
     return room
-
-
-FILE_WIDTH = 10_000
-"""Characters of a line if the output is a file or a pipe: lines there are not broken."""
-
-
-def window_width() -> int:
-    """Return the characters of a line: `COLUMNS`, else those of the terminal, else `FILE_WIDTH`."""
-    return shutil.get_terminal_size((FILE_WIDTH, 24)).columns
-
-
-_LABEL = re.compile(r" *\S+(?: \S+)*? {2,}")
-_CELL = re.compile(r"(?<= {2})(?:\S+ \S+|(?=.{1,24}(?: {2}|$))\S+(?: \S+)+)(?= {2}|$)")
-"""Two words, such as a name and its number, or up to 24 characters."""
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:ms|s|[KMG]iB)\b)")
-_MOST_INDENT = 32
-
-
-def wrapped(text: str, width: int) -> str:
-    """Return text whose long lines are broken at spaces; words that are wider than `width` stay whole.
-
-    The rest of a broken line begins below the text after its label (`note  tales: ...`), else 4 characters further in.
-    Short cells and those of two words, which two spaces separate from others (`step 5  sql 2.31`), stay whole, too.
-    """
-    lines = []
-    for line in text.split("\n"):
-        if len(line) <= width:
-            lines.append(line)
-            continue
-        label = _LABEL.match(line)
-        indent = len(line) - len(line.lstrip()) + 4 if label is None else label.end()
-        indent = " " * (indent if indent <= min(_MOST_INDENT, width // 2) else 4)
-        line = _CELL.sub(lambda cell: cell[0].replace(" ", "\0"), line)
-        line = _BEFORE_UNIT.sub("\0", line)
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines).replace("\0", " ")
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -287,7 +235,7 @@ def view_of(task: ActiveTask, *, with_curves: bool = True) -> TaskView:
         eval_loss=next(filter(math.isfinite, logged), None),
         losses=curve_of(history, "loss") if with_curves else (),
         eval_losses=curve_of(history, key) if with_curves else (),
-        loss_kind=f"{task.resolved.objective.name} {task.task.loss_type or ''}".rstrip(),
+        loss_kind=task.loss_kind,
         settings=task.swept_as,
     )
 

@@ -14,7 +14,6 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.trackers import without_shared_tracker
 from peft_mux.storage import check_task_names, unwritable
 from peft_mux.task import Task, event_faults
 
@@ -66,15 +65,15 @@ def trainer_constructor(args: MultiTaskTrainingArguments, folder: Path) -> Itera
     # The innermost first, as a folder is empty only when those in it are gone.
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     pushes, args.push_to_hub = args.push_to_hub, False
+    loggers, args.report_to = args.report_to, [] if args.report_per_task else args.report_to
     try:
-        with without_shared_tracker(args):
-            yield
+        yield
     except OSError as error:
         if error.filename is None or Path(error.filename) not in (folder, *folder.parents):
             raise
         raise unwritable(folder, error) from error
     finally:
-        args.push_to_hub = pushes
+        args.push_to_hub, args.report_to = pushes, loggers
     for path in missing:
         with suppress(OSError):  # not empty
             path.rmdir()

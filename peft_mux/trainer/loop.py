@@ -32,14 +32,12 @@ from peft_mux.engine.work import StepWork
 from peft_mux.errors import ForcedInterrupt, MemoryBudgetError
 from peft_mux.reporting.callbacks import hears_steps
 from peft_mux.task import TaskStatus
-from peft_mux.trainer.control import Control
 from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
-from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import Run, write_task_files
 
 
@@ -56,8 +54,6 @@ class TrainingLoop:
         membership: adds and removes tasks between steps, and handles those that end.
         relocation: moves the run to other replicas between steps.
         evaluator: evaluates tasks on their held-out rows.
-        reporter: logs, and writes the reports at the end.
-        control: receives requests from other programs through the run folder.
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
@@ -67,8 +63,6 @@ class TrainingLoop:
         self.membership = Membership(run, placement, plans)
         self.relocation = Relocation(run, placement, plans)
         self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, plans.planner.collator)
-        self.reporter = Reporter(run, plans)
-        self.control = Control(run, self.membership)
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
         self.num_stream_tokens = 0
@@ -356,7 +350,7 @@ class TrainingLoop:
         own_seconds.clear()
         # Before evaluating: replicas share the held-out rows, so all must evaluate the same tasks.
         self._agree_on_requests()
-        self.reporter.log_if_due()
+        run.log.losses_if_due(run.args, run.control)
         self.evaluator.evaluate_if_due(names)
         # Again, as on_evaluate may have stopped a task or asked for a save on one process alone.
         self._agree_on_requests()

@@ -36,7 +36,6 @@ from peft_mux.modeling.backbone.digests import fingerprint
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import banner_lines
-from peft_mux.reporting.screen import make_progress
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, layout_text
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
@@ -192,10 +191,7 @@ class Opening:
             )
         if saver.is_writer:
             root.mkdir(parents=True, exist_ok=True)
-        run.log.open(
-            MetricsLog(root if saver.is_writer else None),
-            make_progress(enabled=not args.disable_tqdm, is_main_process=args.process_index == 0, device=args.device),
-        )
+        run.log.open(MetricsLog(root if saver.is_writer else None))
         if resume:
             self._restore(root if resume is True else Path(resume), backbone)
         elif not run.has_trained and saver.folder is not None:

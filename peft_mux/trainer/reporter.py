@@ -1,4 +1,4 @@
-"""`Reporter`: logs a run, and writes its results at the end: a report, `report.html`, a plot."""
+"""`Reporter`: writes the results of a run at its end: a report, `report.html`, a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers.trainer_utils import TrainOutput
 
 from peft_mux.checkpoint.saver import environment_of, task_config
 from peft_mux.engine.allocator import peak_bytes
-from peft_mux.engine.tasks.active_task import run_interval
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page import page_html, plot_losses
@@ -36,7 +35,7 @@ _MANY = 12
 
 
 class Reporter:
-    """Logs during a run, and reports its results at the end.
+    """Reports the results of a run at its end.
 
     Args:
         run: the present run.
@@ -49,22 +48,6 @@ class Reporter:
     def __init__(self, run: Run, plans: PlanFollower) -> None:
         self.pass_reports: tuple[PassReport, ...] = ()
         self._run, self._plans, self._measured = run, plans, plans.measured
-
-    def log_if_due(self) -> None:
-        """Log the losses of all tasks if the arguments or a callback ask for it after this step."""
-        run, args, step = self._run, self._run.args, self._run.state.global_step
-        every = run_interval(args.logging_steps, run.table) if args.logging_strategy == "steps" else 0
-        is_due = every > 0 and step % every == 0
-        is_due |= args.logging_strategy != "no" and args.logging_first_step and step == 1
-        if run.control.should_log or is_due:
-            run.control.should_log = False
-            run.log.losses()
-        else:
-            by_epoch, asked = args.logging_strategy == "epoch", run.log.callbacks
-            due = [(own, asked[own.name].control.should_log) for own in run.table.running]
-            run.log.losses([own for own, asks in due if asks or (by_epoch and own.is_at_epoch_end)])
-
-    # ------------------------------------------------------------------ the end of a run
 
     def finish(self, seconds: float, waited_s: float, num_tokens: int, num_steps: int, added_bytes: int) -> TrainOutput:
         """Log and return the results of training, and call `on_train_end`; all processes call this.

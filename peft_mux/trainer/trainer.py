@@ -11,8 +11,8 @@ The trainer makes the parts of a run; each of its methods asks one of them::
       .membership          tasks that come, pause, end and leave                                    membership.py
       .relocation          moves the run to other replicas                                          relocation.py
       .evaluator           held-out rows, early stopping                                            evaluation.py
-      .reporter            logs, and the reports at the end                                         reporter.py
-      .control             requests from other programs through the run folder                      control.py
+    Control                requests from other programs through the run folder                      control.py
+    Reporter               the reports at the end                                                   reporter.py
 
 Trainer's own loops know one model with one loss, one optimizer and one set of rows. Its public methods that would not
 do here what their name says (`push_to_hub` would upload the adapters of all users) are refused.
@@ -59,7 +59,7 @@ from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.page import run_html
 from peft_mux.reporting.recorders import PassReport
 from peft_mux.reporting.report import RunReport
-from peft_mux.reporting.screen import show_view
+from peft_mux.reporting.screen import make_progress, show_view
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
@@ -67,6 +67,7 @@ from peft_mux.scheduler.deployment.deployment_report import DeploymentReport
 from peft_mux.scheduler.plan_views import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus, opened_rows
+from peft_mux.trainer.control import Control
 from peft_mux.trainer.inputs import (
     check_callbacks,
     check_evaluation,
@@ -80,6 +81,7 @@ from peft_mux.trainer.inputs import (
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder, write_task_files
 from peft_mux.user_code import watching_model
 
@@ -196,8 +198,10 @@ class MultiTaskTrainer(Trainer):
         plans = PlanFollower(run, placement, planner)
         self._run, self._placement, self._plans = run, placement, plans
         self._loop = loop = TrainingLoop(run, placement, plans)
-        self._membership, self._evaluator, self._reporter = loop.membership, loop.evaluator, loop.reporter
-        self.control_channel = loop.control
+        self._membership, self._evaluator = loop.membership, loop.evaluator
+        self.control_channel, self._reporter = Control(run, loop.membership), Reporter(run, plans)
+        moves = {"enabled": not run_args.disable_tqdm, "device": run_args.device}
+        run.log.make_progress = lambda: make_progress(**moves, is_main_process=run.log.is_shown)
         placement.on_change = self._use_model
         self._use_model()
 
@@ -439,7 +443,7 @@ class MultiTaskTrainer(Trainer):
             with stop_at_signal(stop, echo_s=2.0 if repeats_signals else 0.0) as restore_signals:
                 try:
                     loop.opening.begin()
-                    with loop.control.listening(is_alone=is_alone):
+                    with self.control_channel.listening(is_alone=is_alone):
                         run.callbacks.begin_training(run.table)
                         loop.call_task_events()
                         yield

@@ -18,8 +18,7 @@ class Clock:
 
 def shown_task(name: str = "a", **facts: Any) -> Any:
     """Return a stand-in for a task that runs."""
-    facts = {"swept_as": "", "task": SimpleNamespace(loss_type=None), **facts}
-    facts["resolved"] = SimpleNamespace(objective=SimpleNamespace(name="sft"))
+    facts = {"swept_as": "", "loss_kind": "sft", **facts}
     given = {"step": 0, "num_steps": 100, "status": "running", "reason": "", "last_loss": float("nan"), "num_tokens": 0}
     return SimpleNamespace(
         name=name, **{"state": SimpleNamespace(log_history=[]), "eval_data": {"eval": {}}, **given, **facts}

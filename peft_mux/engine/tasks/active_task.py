@@ -262,6 +262,11 @@ class ActiveTask:
         return self.resolved.task.name
 
     @property
+    def loss_kind(self) -> str:
+        """Its objective and the variant of it; losses of two kinds cannot be compared."""
+        return f"{self.resolved.objective.name} {self.task.loss_type or ''}".rstrip()
+
+    @property
     def task(self) -> Task:
         """The task as given by the user."""
         return self.resolved.task

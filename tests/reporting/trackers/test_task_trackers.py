@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
@@ -224,6 +225,14 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
     return Writer.made
 
 
+class RewritesPart(TrainerCallback):
+    """Rewrites the keys of a part of the numbers, and of other ones."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **facts: Any) -> None:
+        part = {key: value for key, value in facts["logs"].items() if "eval" in key}
+        self.logs = [integration_utils.rewrite_logs(logs) for logs in (part, {"other": 3.0})]
+
+
 def test_one_run_has_all_tasks_by_their_names(tmp_path: Path, writers: list[Writer]) -> None:
     before = integration_utils.rewrite_logs
     trained(tmp_path / "run", report_to="tensorboard", report_per_task=False)
@@ -232,6 +241,10 @@ def test_one_run_has_all_tasks_by_their_names(tmp_path: Path, writers: list[Writ
     assert {"run/memory_gib", "run/tokens_per_second"} <= keys
     assert not [key for key in keys if key.startswith(("train/", "eval/"))], "keys stay as they are"
     assert integration_utils.rewrite_logs is before, "other trainers of the process keep their keys"
+    run = make_run(tmp_path / "parts")
+    run.callbacks.handler.add_callback(parts := RewritesPart())
+    run.callbacks.log({"a/loss": 1.0, "a/eval_loss": 2.0})
+    assert parts.logs == [{"a/eval_loss": 2.0}, {"train/other": 3.0}], "W&B passes a part of the numbers"
     assert (writer.steps_of("a/loss"), writer.steps_of("b/loss")) == ([2, 4], [2, 4, 6])
     assert writer.steps_of("b/eval_loss") == [3, 6]
     assert writer.closed == 1
