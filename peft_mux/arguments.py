@@ -674,6 +674,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
         # It has no effect here, so it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
         self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
+        if self.pipeline_parallel_size > 1 or self.replicas is not None:
+            # Read when CUDA starts: each stream of a stage may wait for another process, so each has its own queue.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         meet(is_cpu=bool(self.use_cpu), timeout_s=self.ddp_timeout)
         try:
             super().__post_init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -284,6 +285,17 @@ def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: 
     made = MultiTaskTrainingArguments(output_dir="unused", bf16=True)
     assert made.use_cpu
     assert made.device.type == "cpu"
+
+
+@pytest.mark.parametrize("given", [{"pipeline_parallel_size": 2}, {"replicas": "<1,2>"}, {}])
+def test_stages_have_as_many_queues_of_the_gpu_as_streams(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8")
+    arguments(**given)
+    assert os.environ[name] == "8"
+    monkeypatch.delenv(name)
+    arguments(**given)
+    assert os.environ.get(name) == ("32" if given else None)
 
 
 def test_the_precision_of_accelerate_launch_is_used_as_trainer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
         held_intermediate_size=None if used == held else held,
         routed_share=routed_share,
         caps_logits=getattr(config, "final_logit_softcapping", None) is not None,
+        head_dim=channels,
     )
 
 

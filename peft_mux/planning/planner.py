@@ -16,6 +16,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.tasks.active_task import ActiveTask, run_interval
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
@@ -30,6 +31,7 @@ from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_
 from peft_mux.planning.targets import (
     Target,
     execution_of,
+    has_fused_layers,
     interleaved_passes,
     other_target,
     own_target,
@@ -49,7 +51,7 @@ from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import FUSED, Parts, Profile, corrected
+from peft_mux.scheduler.costs.profile import Parts, Profile, corrected
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.plan import Plan, TaskShare
 from peft_mux.scheduler.planner.planned_passes import TurnTimes, planned_passes
@@ -458,12 +460,16 @@ class Planner:
         backbone = self.model.backbone
         if target.is_own and next(backbone.parameters()).is_cuda:
             return is_fused(backbone)
-        return execution_of(self.args, target.num_stages * target.devices_per_stage) is FUSED
+        num_devices = target.num_stages * target.devices_per_stage
+        return has_fused_layers(execution_of(self.args, num_devices, num_devices * target.num_replicas))
 
     def _cost_model(self, target: Target) -> CostModel:
         """Return the cost model for a target whose stages have these numbers of layers, by default equal ones."""
+        profile = target.profile
+        if profile.graph_tokens and reason_against(self.model) is not None:  # no pass is replayed
+            profile = replace(profile, graph_tokens=0)
         return CostModel(
-            target.profile,
+            profile,
             self.shape,
             num_stages=target.num_stages,
             devices_per_stage=target.devices_per_stage,

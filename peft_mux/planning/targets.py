@@ -10,6 +10,7 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.allocator import host_memory_bytes
+from peft_mux.engine.cuda_graphs import AUTO_TOKENS
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.planning.profiling.backbone import device_name, software_versions
@@ -32,6 +33,8 @@ from peft_mux.scheduler.units import bytes_text
 _STAND_IN = "A100-80GB"
 _MEASURE = 'Measure this device with "peft-mux profile" and give the file as cost_profile.'
 
+_ALL_TOKENS = 2**31
+"""More than any pass has."""
 _USABLE_SHARE = 0.95
 """Share of a GPU's memory that plans fill; the rest is for what they do not count, such as the CUDA context."""
 
@@ -65,24 +68,35 @@ def run_profile(
     if known is None:
         known, name = DEVICES[_STAND_IN], torch.cuda.get_device_name(args.device)
         notes = (f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}",)
-    execution = execution_of(args, args.pipeline_parallel_size * devices_per_stage)
+    num_devices = args.pipeline_parallel_size * devices_per_stage
+    execution = execution_of(args, num_devices, args.world_size)
     return analytic_profile(known, shape, devices_per_stage, execution=execution), (*notes, _facts_note(execution))
 
 
-def execution_of(args: MultiTaskTrainingArguments, num_devices: int) -> Execution:
-    """Return how a GPU runs this package: with Liger's kernels if the arguments allow it and they are installed here.
+def execution_of(args: MultiTaskTrainingArguments, num_devices: int, num_processes: int) -> Execution:
+    """Return how a GPU runs this package: with Liger's kernels and as CUDA graphs if the arguments allow it.
 
     Args:
         args: the arguments of the run.
-        num_devices: number of devices of a replica; Liger's kernels run only in a backbone that is whole.
+        num_devices: number of devices of a replica; both run only in a backbone that is whole.
+        num_processes: number of devices of all replicas.
     """
-    wanted = args.use_liger_kernel is True or (args.use_liger_kernel == "auto" and has_liger())
-    return FUSED if wanted and num_devices == 1 and not args.shard_backbone else EAGER
+    is_whole = num_devices == 1 and not args.shard_backbone
+    wants_liger = args.use_liger_kernel is True or (args.use_liger_kernel == "auto" and has_liger())
+    graph_tokens = _ALL_TOKENS if args.cuda_graphs is True and is_whole else 0
+    if args.cuda_graphs == "auto" and num_processes == 1 and not args.full_determinism:
+        graph_tokens = AUTO_TOKENS
+    return replace(FUSED if wants_liger and is_whole else EAGER, graph_tokens=graph_tokens)
+
+
+def has_fused_layers(execution: Execution) -> bool:
+    """Return whether layers compute by Liger's kernels."""
+    return execution.elementwise_reads == FUSED.elementwise_reads
 
 
 def _facts_note(execution: Execution) -> str:
     """Return the remark on times that no profile measured."""
-    layers = "Liger's kernels" if execution is FUSED else "transformers' own layers"
+    layers = "Liger's kernels" if has_fused_layers(execution) else "transformers' own layers"
     return (
         f"times are computed from the data sheet and what one H100 showed of this package, for {layers} and"
         f' {1e3 * execution.layer_host_s:.2g} ms of the host a layer; "peft-mux profile" measures them'
@@ -261,7 +275,7 @@ def other_target(
         num_stages, num_replicas = (1, num_replicas) if args.shard_backbone else (num_replicas, 1)
     shards = num_replicas if args.shard_backbone else 1
     tensor_link, stage_links = _links(cluster, devices_per_stage, num_stages, shards)
-    execution = execution_of(args, num_stages * devices_per_stage)
+    execution = execution_of(args, num_stages * devices_per_stage, cluster.num_devices)
     return Target(
         device=f"{num_stages * devices_per_stage} x {name}",
         device_type="cuda" if name != "cpu" else "cpu",

@@ -226,6 +226,16 @@ def test_devices_are_shared_as_they_were_asked_to_be(tmp_path: Path) -> None:
         assert f"at {speed} GB/s and" in str(plan)
 
 
+def test_a_plan_for_a_gpu_has_no_host_time_for_passes_that_are_replayed_as_graphs(tmp_path: Path) -> None:
+    def step_s(name: str, loss_type: str = "nll", **arguments: Any) -> float:
+        tasks = [replace(small_task("a", data_seed=1), loss_type=loss_type)]
+        return make_trainer(tasks, tmp_path / name, **arguments).plan(devices="H100-80GB").step_s
+
+    eager_s, auto_s = step_s("eager", cuda_graphs=False), step_s("auto")
+    assert auto_s < eager_s / 4
+    assert step_s("dft", "dft") == eager_s
+
+
 def test_devices_that_cannot_share_a_backbone_so_are_refused_with_what_can(tmp_path: Path) -> None:
     trainer = make_trainer(three(), tmp_path, model=llama(4))
     several = r"the number of devices must be a multiple of 2, got 3 x A40 with tensor_parallel_size=2\. Plan for 4xA40"

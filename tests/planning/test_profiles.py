@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from peft_mux import ConfigError
+from peft_mux.engine.cuda_graphs import AUTO_TOKENS
 from peft_mux.modeling.backbone.liger import has_liger
 from peft_mux.planning.profiling.backbone import software_versions
 from peft_mux.planning.targets import run_profile
@@ -33,7 +34,8 @@ def profile_on_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     properties = SimpleNamespace(total_memory=memory_gb * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    usual = {"use_liger_kernel": False, "pipeline_parallel_size": 1, "shard_backbone": False}
+    usual = {"use_liger_kernel": False, "pipeline_parallel_size": 1, "shard_backbone": False, "world_size": 1}
+    usual |= {"cuda_graphs": "auto", "full_determinism": False}
     args: Any = SimpleNamespace(cost_profile=None, device=torch.device("cuda"), **{**usual, **arguments})
     return run_profile(args, SHAPE)
 
@@ -78,6 +80,24 @@ def test_times_of_a_gpu_are_those_of_the_layers_that_will_run(monkeypatch: pytes
     assert layer_s(use_liger_kernel="auto") == (fused_s if has_liger() else eager_s)
     for divided in ({"pipeline_parallel_size": 2}, {"shard_backbone": True}):
         assert layer_s(use_liger_kernel="auto", **divided) == eager_s
+
+
+@pytest.mark.parametrize(
+    ("arguments", "graph_tokens"),
+    [
+        ({}, AUTO_TOKENS),
+        ({"full_determinism": True}, 0),
+        ({"world_size": 2}, 0),
+        ({"cuda_graphs": False}, 0),
+        ({"cuda_graphs": True, "world_size": 2}, 2**31),
+        ({"cuda_graphs": True, "shard_backbone": True}, 0),
+    ],
+)
+def test_passes_are_priced_as_graphs_where_they_will_be_replayed(
+    arguments: dict[str, Any], graph_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, _ = profile_on_gpu("NVIDIA H100 80GB HBM3", 85, monkeypatch, **arguments)
+    assert profile.graph_tokens == graph_tokens
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.kernels.attention import MAX_HEAD_DIM
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -25,15 +26,17 @@ from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.activation_bytes import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.backbone import Stopwatch, _identity, _measure, profile_backbone
 from peft_mux.planning.profiling.subject import RANKS, Subject
+from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.loads import (
     _MAX_JOINT_RANK,
     AdapterLoad,
+    ModelShape,
     TaskLoad,
     loss_block_rows,
     weight_gradient_bytes,
 )
 from peft_mux.scheduler.costs.memory import activation_bytes_per_token
-from peft_mux.scheduler.costs.profile import Profile, profile_text
+from peft_mux.scheduler.costs.profile import EAGER, SHORT_ROW_CHANNELS, Profile, analytic_profile, profile_text
 from peft_mux.scheduler.plan import Link
 
 LENGTHS = [40, 17, 60, 33]
@@ -289,6 +292,14 @@ def test_what_does_not_run_on_a_description_is_estimated_with_a_warning(monkeypa
 def test_the_planner_knows_the_blocks_of_the_loss(device_type: str) -> None:
     for vocab_size in (97, 4096, 32_000, 151_936, 2_000_000):
         assert loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)
+
+
+def test_the_planner_knows_which_heads_have_kernels_for_short_rows() -> None:
+    assert SHORT_ROW_CHANNELS == MAX_HEAD_DIM
+    wide = replace(shape := ModelShape(32, 4096, 14336, 4096, 1024, 128256, 10**10, 2), head_dim=MAX_HEAD_DIM + 1)
+    short, flash = (analytic_profile(DEVICES["H100-80GB"], one, execution=EAGER) for one in (shape, wide))
+    assert short.attention(30) < flash.attention(30) == pytest.approx(flash.attention(100))
+    assert short.attention(100) == flash.attention(100)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (512, 512), (513, 1, 700), (3, 4, 5), (100_000, 28_000)])

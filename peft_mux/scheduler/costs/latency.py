@@ -22,6 +22,7 @@ Where the paper slips or is silent, decided here:
   take turns, `peft_mux.scheduler.planner.planned_passes` charges what others' computing does not hide, from
   `pass_parts`. The gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n
   devices add b bytes in 2 (n - 1) rounds of b / n bytes, and gather n parts of b / n bytes in n - 1 rounds.
+* Passes that are replayed as CUDA graphs (`graph_tokens` of the profile) compute padding, and wait for no launches.
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. If a profile has measured another ratio,
   1 / `forward_fraction` replaces the 2. Overheads of passes are not in Eq. 3 and 4, and are added.
 * Eq. 3 has the same adapters in every layer, and the gradient of every row. Here a task's adapters are in the layers
@@ -49,6 +50,8 @@ ALL_REDUCES_PER_LAYER = 4
 _NUMBERS_PER_TARGET = 3
 """Of each device: greatest logit, sum of exponentials, logit of the target (`peft_mux.kernels.cross_entropy`)."""
 _FLOAT_BYTES = 4
+EAGER_PART = 0.06
+"""Part of the passes of few enough tokens for a graph whose shape has not come before (`tests/engine/cuda_graphs`)."""
 _LENGTH_STEP = 16
 """Sequences whose lengths round up to the same multiple share an attention call (`peft_mux.modeling.attention`)."""
 
@@ -83,6 +86,7 @@ class PassWork(NamedTuple):
         lowest_layers: the K different lowest layers of the tasks, ascending.
         adapters_s: seconds of the adapters of a layer that lies between one of these and the next, `[K, ...]`.
         lowest: the lowest layer that has an adapter of the pass.
+        eager_part: how often such a pass is launched by the host rather than replayed as a CUDA graph.
     """
 
     tokens: _Array
@@ -93,6 +97,7 @@ class PassWork(NamedTuple):
     lowest_layers: tuple[int, ...]
     adapters_s: _Array
     lowest: _Array
+    eager_part: _Array
 
 
 def whole_pass(loads: Sequence[TaskLoad]) -> list[Member]:
@@ -163,16 +168,28 @@ class CostModel:
             # Eq. 3: fused adapters share the device by u_a, but none ends before it would alone.
             longest_s = (alone_s * has_adapter).max(axis=-1, initial=0.0)
             adapters_s[place] = np.maximum((weighted_s * has_adapter).sum(axis=-1), longest_s).sum(axis=0)
+        computed, eager_part = self._replays(tokens.sum(axis=1), np.bincount(number, shared, len(passes)) > 0)
         return PassWork(
             tokens=tokens.sum(axis=1),
             targets=tokens @ targets_per_token,
-            products_s=self.profile.layer(tokens.sum(axis=1)),
+            products_s=self.profile.layer(computed),
             attention_s=np.bincount(number, weights=attention_s, minlength=len(passes)),
             calls=np.bincount(groups[:, 0], minlength=len(passes)),
             lowest_layers=lowest_layers,
             adapters_s=adapters_s,
             lowest=np.where(tokens > 0, lowest, self.shape.num_layers).min(axis=1, initial=self.shape.num_layers),
+            eager_part=eager_part,
         )
+
+    def _replays(self, tokens: _Array, shares_tokens: _Array) -> tuple[_Array, _Array]:
+        """Return the tokens that layers compute, with the padding of passes that are replayed, and `eager_part`.
+
+        Args:
+            tokens: tokens of each pass.
+            shares_tokens: whether its rows share tokens; such passes are never replayed.
+        """
+        is_replayed = (tokens > 0) & (tokens <= self.profile.graph_tokens) & ~shares_tokens
+        return np.where(is_replayed, graph_size(tokens), tokens), np.where(is_replayed, EAGER_PART, 1.0)
 
     def _adapter_times(self, loads: Sequence[TaskLoad], tokens: _Array) -> tuple[_Array, _Array]:
         """Return u_a t_a and t_a of Eq. 3, summed over each task's adapters of each width: two `[W, ..., M]`.
@@ -237,7 +254,7 @@ class CostModel:
         fixed_s = profile.pass_s + summed_layers * self._host_layer_s
         # The device waits for the host that launches, if that takes longer than what was launched.
         device_s = tokens_s + attention_s + adapters_s
-        fixed_s = fixed_s + np.maximum(run_layers * profile.layer_host_s - device_s, 0.0)
+        fixed_s = fixed_s + work.eager_part * np.maximum(run_layers * profile.layer_host_s - device_s, 0.0)
         return Parts(
             fixed=fixed_s,
             tokens=tokens_s,
@@ -362,15 +379,18 @@ class CostModel:
                 adapters_s[place] += np.maximum(range_sums(weighted), longest_s)
         below_diagonal = np.tri(num_tasks, k=-1, dtype=bool)
         lowest_of_range = np.where(below_diagonal, self.shape.num_layers, lowest[None, :])
+        shares_tokens = range_sums(np.array([sum(load.shared) for load in loads_in_order], dtype=float)) > 0
+        computed, eager_part = self._replays(range_sums(tokens), shares_tokens)
         work = PassWork(
             tokens=range_sums(tokens),
             targets=range_sums(targets),
-            products_s=profile.layer(range_sums(tokens)),
+            products_s=profile.layer(computed),
             attention_s=range_sums(attention_s / num_micro_batches),
             calls=calls,
             lowest_layers=lowest_layers,
             adapters_s=adapters_s,
             lowest=np.minimum.accumulate(lowest_of_range, axis=1),
+            eager_part=eager_part,
         )
         stages_s = [self.stage_parts(stage, work).total for stage in range(self.num_stages)]
         latency_s = sum(stages_s[:-1]) + num_micro_batches * np.max(stages_s, axis=0)
@@ -403,6 +423,15 @@ class CostModel:
         share = max(self.layers_per_stage) / self.shape.num_layers
         held = np.array([load.device_parameters(self.devices_per_stage) for load in loads])
         return float(np.sum(self.profile.optimizer(share * held)))
+
+
+def graph_size(tokens: _Array) -> _Array:
+    """Return the tokens of the CUDA graph of a pass: at least one of padding, up to a step of its size.
+
+    These are the numbers of `Shape` in `peft_mux.engine.cuda_graphs`; a test compares the two.
+    """
+    step = np.maximum(64, 2 ** np.ceil(np.log2(tokens + 1)) // 32)
+    return np.ceil((tokens + 1) / step) * step
 
 
 def range_sums(values: _Array) -> _Array:

@@ -78,6 +78,7 @@ class ModelShape:
         held_intermediate_size: width of all experts of a layer together; `None` if a token passes through all of them.
         routed_share: part of the experts of a layer that a token passes through.
         caps_logits: whether logits are bounded smoothly (Gemma 2).
+        head_dim: channels of a head.
     """
 
     num_layers: int
@@ -92,6 +93,7 @@ class ModelShape:
     held_intermediate_size: int | None = None
     routed_share: float = 1.0
     caps_logits: bool = False
+    head_dim: int = 128
 
     def in_precision(self, factor: float) -> ModelShape:
         """Return the shape with frozen weights that take `factor` times the bytes."""

@@ -274,6 +274,7 @@ class Profile:
         link: the link between two devices; `None` for one device.
         overlap: what passes in turns cost and hide among the devices of a stage; `None` if that was not measured.
         layer_host_s: seconds of the host to launch one layer while the device computes; 0 if the times include it.
+        graph_tokens: most tokens of a pass that is replayed as a CUDA graph, without these launches; 0 for none.
 
     Raises:
         ValueError: for numbers out of range.
@@ -297,6 +298,7 @@ class Profile:
     link: Link | None = None
     overlap: Overlap | None = None
     layer_host_s: float = 0.0
+    graph_tokens: int = 0
     source: Literal["measured", "analytic"] = "measured"
 
     def __post_init__(self) -> None:
@@ -408,9 +410,11 @@ class Execution:
         optimizer_bytes: bytes that a step moves for a trained weight: norm of gradients, update, copies.
         attention_tile_s: seconds of a tile of 128 rows for each channel of the queries, forward and backward, on an
             H100; on others in proportion to the bandwidth. Shorter sequences are padded to a tile.
-        short_row_tokens: tokens of the longest row that attention reads and writes once instead, without tiles.
+        short_row_tokens: tokens of the longest row that attention reads and writes once instead, without tiles; not if
+            heads have more than 128 channels.
         layer_host_s: seconds of the host to launch one layer, forward and backward. A pass takes as long as the
             device or the host, whichever is slower.
+        graph_tokens: most tokens of a pass that is replayed as a CUDA graph; 0 for none.
     """
 
     elementwise_reads: float
@@ -421,6 +425,7 @@ class Execution:
     attention_tile_s: float = 0.31e-6 / 128
     short_row_tokens: int = 64
     layer_host_s: float = 2.7e-3
+    graph_tokens: int = 0
 
 
 IDEAL = Execution(
@@ -457,6 +462,8 @@ _ATTENTION_PART = 0.6
 _LAYER_OPERATORS = 30
 """Launches of one decoder layer, forward and backward, without adapters."""
 _TILE_ROWS = 128
+SHORT_ROW_CHANNELS = 128
+"""Most channels of a head for which `peft_mux.kernels.attention` computes short rows; a test compares the two."""
 _TILE_BYTES_PER_S = 3.35e12
 """Bandwidth of the H100 that `Execution.attention_tile_s` holds for."""
 _ADAPTER_SATURATION_ELEMENTS = 2**21
@@ -519,7 +526,7 @@ def analytic_profile(
         execution.elementwise_reads * _COUNTS * (d + i) * item_bytes / bytes_per_s + _LAYER_OPERATORS * a_launch_s
     )
     # Causal attention: half of the scores. Two products forward, five backward, where scores are computed again.
-    longest = execution.short_row_tokens
+    longest = execution.short_row_tokens if shape.head_dim <= SHORT_ROW_CHANNELS else 0
     lengths = np.union1d(_COUNTS, [longest + 1]) if longest else _COUNTS
     attention_s = np.maximum(
         7 * lengths**2 * a / (flops_per_s * _ATTENTION_PART), 8 * lengths * 2 * (a + k) * item_bytes / bytes_per_s
@@ -558,6 +565,7 @@ def analytic_profile(
         pass_overhead_s=20 * a_launch_s,
         step_overhead_s=50 * a_launch_s,
         layer_host_s=execution.layer_host_s,
+        graph_tokens=execution.graph_tokens,
         versions=(("analytic", "1"),),
         link=link,
         # On a CPU the same cores compute and sum: what can be hidden there only a measurement shows.

@@ -26,6 +26,7 @@ from peft_mux.engine.cuda_graphs import MAX_PASSES, CapturedPasses, CudaGraph, S
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.costs.latency import graph_size
 from tests.invariants import mux_lab
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -174,6 +175,7 @@ def test_the_argument_reaches_the_passes_of_a_run(tmp_path: Path) -> None:
 )
 def test_sizes_are_rounded_up_so_that_few_shapes_occur(lengths: tuple[int, ...], shape: Shape) -> None:
     assert Shape.of(batch(*lengths)) == shape
+    assert graph_size(np.array(sum(lengths))) == shape.num_tokens
 
 
 @pytest.mark.parametrize(
