@@ -51,7 +51,7 @@ ROOMS = (
 
 STILL_IMPORTED = {
     "checkpoint.task_state": "modeling.divided_model",
-    "engine.executor": "engine.cuda_graphs engine.fsdp engine.tensor.interleaving modeling.adapters.prompts.prompts",
+    "engine.executor": "modeling.adapters.prompts.prompts",
     "engine.gradients": "modeling.divided_model",
     "engine.steps": "engine.dispatch",
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",

@@ -218,10 +218,9 @@ def _measured(
         trainer.train()
         events = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         shortages = [event for event in events if event.get("event") == "out_of_memory"]
-        captured = trainer._placement.executor.captured
+        num_captures = getattr(trainer._placement.executor.runner, "num_captures", 0)
         statuses = sorted({trainer.table[task.name].status.value for task in tasks})
-    num_captures = 0 if captured is None else captured.num_captures
-    trainer = recorder.trainer = captured = None
+    trainer = recorder.trainer = None
     has_fused_layers = is_fused(backbone)
     unfuse(backbone)
     detach(backbone)

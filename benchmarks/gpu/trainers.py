@@ -217,7 +217,7 @@ def train_mux(settings: Settings, backbone: Any, workload: Any, pass_tokens: int
     table = started_tasks(settings, model, workload)
     executor, collator, losses = Executor(model, bf16=not settings.is_rehearsal), ChunkPackingCollator(), []
     if cuda_graphs:
-        executor.captured = CapturedPasses(model, executor.precision, graphs_here(settings))
+        executor.runner = CapturedPasses(model, executor.precision, graphs_here(settings))
     works = []
     for step in range(workload.num_steps):
         batches = [task_batch(task, step) for task in workload.tasks]
@@ -230,7 +230,7 @@ def train_mux(settings: Settings, backbone: Any, workload: Any, pass_tokens: int
             losses.append([table[name].last_loss for name in configs])
             timer.tick()
     detach(backbone)
-    return Trained(timer.steps_s, losses, dict(calls), executor.captured.num_captures if executor.captured else None)
+    return Trained(timer.steps_s, losses, dict(calls), getattr(executor.runner, "num_captures", None))
 
 
 def train_mux_with_graphs(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from peft_mux.data.batch import MuxBatch
+from peft_mux.data.batch import MuxBatch, is_chained
 from peft_mux.data.packing.passes import round_up
+from peft_mux.engine.executor import ChainRunner, RunChain
+from peft_mux.engine.work import PassClock
 from peft_mux.kernels.attention import MAX_TOKENS
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
@@ -37,6 +39,7 @@ from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import bits_of
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream, StreamOrder
 
 MAX_PASSES = 32
@@ -67,7 +70,7 @@ class CannotCaptureError(Exception):
     """A pass does something that no graph can repeat, or finds no room; the message is a clause that says what."""
 
 
-class CapturedPasses:
+class CapturedPasses(ChainRunner):
     """Runs micro-batches through graphs if it can.
 
     Args:
@@ -79,10 +82,13 @@ class CapturedPasses:
 
     Attributes:
         num_captures: number of passes captured so far.
+        keeps_memory: whether the graphs keep memory: yes.
 
     Example:
         >>> losses = CapturedPasses(model, nullcontext).run(micro_batch)  # doctest: +SKIP
     """
+
+    keeps_memory = True
 
     def __init__(
         self,
@@ -103,6 +109,16 @@ class CapturedPasses:
         self._model_reasons: dict[tuple[int, bool], str | None] = {}
         self._warned: set[str] = set()
         self.num_captures = 0
+
+    def run_chains(
+        self, chains: Sequence[Sequence[MuxBatch]], run_chain: RunChain, clock: PassClock
+    ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
+        """Run the chains of a step; replay passes that are no part of a longer chain."""
+        for chain in chains:
+            with clock.timing(chain):
+                losses = None if is_chained(chain) else self.run(chain[0])
+                outputs = run_chain(chain) if losses is None else [MuxOutput(losses, chain[0].task_names)]
+            yield from zip(chain, outputs, strict=True)
 
     def run(self, batch: MuxBatch) -> torch.Tensor | None:
         """Add a micro-batch's gradients to those of its tasks.

@@ -241,7 +241,7 @@ class DispatchedShares:
         ConfigError: for unequal replicas without a time model that knows all of them.
 
     Example:
-        >>> shares = DispatchedShares(parse_layout("<1,1>x2"))
+        >>> shares = DispatchedShares(ParallelLayout.of(2))
         >>> shares.divide([])
         [[], []]
     """

@@ -1,22 +1,21 @@
 """Executors: they run the micro-batches of a step on the part of the model that this process holds.
 
 `Executor` runs processes that hold all layers; `PipelineExecutor` runs the stages of a pipeline. Both begin the sums of
-gradients as soon as a task's last backward is done, and both may hold an `Interleaving` or a `ShardedBackbone`::
+gradients as soon as a task's last backward is done::
 
     StepWork --> Prepasses (engine/prepasses)     log-probabilities of a reference model, sums of KTO: no gradients
                    |
-                   |--> Executor.run              chains of micro-batches, in order
+                   |--> Executor.run
+                   |      ChainRunner               chains of micro-batches, in order; others are handed in:
+                   |        CapturedPasses            (engine/cuda_graphs) a pass is replayed as a CUDA graph
+                   |        Interleaving              (engine/tensor) in turns: one computes, sums of others travel
+                   |        ShardedBackbone           (engine/fsdp) weights gathered by layer; joins foreign passes
                    |      run_chain                 forward 0 .. n, backward n .. 0
-                   |        CapturedPasses            a pass replayed as a CUDA graph (cuda_graphs)
                    |
                    |--> PipelineExecutor.run      (engine/pipeline) actions F and B of the template of this stage
                    |      Traffic                   hidden states and gradients from and to other stages
                    |      StageModel                the layers of a virtual stage
                    |      BucketBarriers            ends steps of buckets in a window without flushes
-                   |
-                   |    in both, if the layout asks for it:
-                   |      Interleaving              (engine/tensor) passes in turns: one computes, sums of others travel
-                   |      ShardedBackbone           (engine/fsdp) weights gathered layer by layer; joins foreign passes
                    v
                  GradientSync                     (engine/gradients) after each backward: all-reduces of complete tasks
                    |
@@ -39,18 +38,15 @@ attention also holds a copy of the earlier keys and values for each part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
-from peft_mux.data.batch import MuxBatch, chains_of, is_chained
-from peft_mux.engine.cuda_graphs import CapturedPasses
-from peft_mux.engine.fsdp import ShardedBackbone
+from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.prepasses import Prepasses
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
@@ -61,6 +57,9 @@ from peft_mux.scheduler.plan import Plan
 
 UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
 """Steps tasks by their losses and gradient norms in a step of the window; returns those that step no more in it."""
+
+RunChain = Callable[[Sequence[MuxBatch]], list[MuxOutput]]
+"""Runs all forwards of a chain, then all its backwards; returns the output of each micro-batch."""
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
@@ -75,21 +74,52 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+class ChainRunner:
+    """Runs the chains of a step one after another; subclasses run them in other ways.
+
+    Attributes:
+        keeps_memory: whether it keeps memory that this class would not, which is given back if a pass finds none.
+    """
+
+    keeps_memory = False
+
+    def follow(self, plan: Plan) -> None:
+        """Follow another plan from the next step on."""
+
+    def run_chains(
+        self, chains: Sequence[Sequence[MuxBatch]], run_chain: RunChain, clock: PassClock
+    ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
+        """Run the chains of this process; yield each micro-batch with its output, after its backward.
+
+        Args:
+            chains: the chains of the step, in order.
+            run_chain: runs one of them.
+            clock: times the passes.
+        """
+        for chain in chains:
+            with clock.timing(chain):
+                outputs = run_chain(chain)
+            yield from zip(chain, outputs, strict=True)
+
+    def joining(self, num_passes: int) -> AbstractContextManager[object]:
+        """Return a context for so many forward passes, at whose end this process helps others with theirs."""
+        del num_passes
+        return nullcontext()
+
+
 class Executor(Prepasses):
     """Runs the micro-batches of a step through all layers, forward and backward.
 
     Args:
         model: the whole model, or a tensor parallel rank's part of it, on its device, in training mode.
         bf16: run under bfloat16 autocast.
-        cuda_graphs: replay passes as CUDA graphs; "auto" for `CapturedPasses.is_auto` on one GPU.
         sync: sums the gradients of all processes; by default this process is alone.
-        interleaving: runs chains of different tasks in turns while layers wait for all-reduces; by default they run one
-            after another.
-        sharded: the frozen weights of the model, if they are sharded over the processes that `sync` sums over.
+        runner: runs the chains of a step; by default one after another.
 
     Attributes:
         model: the model of this process.
         device: device of the model.
+        runner: runs the chains of a step.
         clock: times the passes of a step.
         shortage: why a pass of the last step found no memory, if the step was finished nevertheless
             (`finishes_steps`); else "".
@@ -103,17 +133,12 @@ class Executor(Prepasses):
         model: MultiTaskPeftModel,
         *,
         bf16: bool = False,
-        cuda_graphs: bool | str = False,
         sync: GradientSync | None = None,
-        interleaving: Interleaving | None = None,
-        sharded: ShardedBackbone | None = None,
+        runner: ChainRunner | None = None,
     ) -> None:
         self.model, self.device, self.bf16 = model, model.device, bf16
         self.sync = sync or GradientSync(model, Processes())
-        self.interleaving, self.sharded = interleaving, sharded
-        is_auto = cuda_graphs == "auto"
-        has_graphs = cuda_graphs is True or (is_auto and self.device.type == "cuda" and self.sync.processes.is_alone)
-        self.captured = CapturedPasses(model, self.precision, is_auto=is_auto) if has_graphs else None
+        self.runner = runner or ChainRunner()
         self.clock = PassClock(self.device)
         self.shortage = ""
 
@@ -123,12 +148,11 @@ class Executor(Prepasses):
 
         That is so with data parallelism, where passes themselves do not communicate.
         """
-        return not self.sync.processes.is_alone and self.sharded is None and not self.sync.holds_parts
+        return not (self.sync.processes.is_alone or self.sync.is_deferred or self.sync.holds_parts)
 
     def follow(self, plan: Plan) -> None:
-        """Follow another plan from the next step on: on one stage its turns, as the work of a step holds the rest."""
-        if self.interleaving is not None:
-            self.interleaving.follow(plan)
+        """Follow another plan from the next step on; on one stage the work of a step holds almost all of it."""
+        self.runner.follow(plan)
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context of the run."""
@@ -153,19 +177,20 @@ class Executor(Prepasses):
 
         A task's loss does not depend on how its global batch was split, as each part is already divided by the number
         of targets of the whole.
+
+        Raises:
+            ConfigError: if gradients are switched off.
         """
+        require_gradients()
         project_prompts(self.model, work.tasks)
         micro_batches = self.with_reference_values(work.micro_batches, work.tasks, total=self.sync.total)
-        chains = chains_of(micro_batches)
-        # Agreed on first: a process that begins its passes must know that the others join as many gatherings.
-        longest = None if self.sharded is None else self.sharded.agree_on_passes([len(chain) for chain in chains])
         self.sync.begin(work)
         self.clock.start_step()
         sums = StepSums(self.model, work.tasks, self.device)
         self.shortage = ""
         try:
             with self.model.unchanging_weights(work.tasks):
-                for micro_batch, output in self._run_chains(chains, longest):
+                for micro_batch, output in self.runner.run_chains(chains_of(micro_batches), self.run_chain, self.clock):
                     sums.add(output)
                     # At once, so that the sum of a complete task hides behind the passes that are left.
                     self.sync.after_backward(micro_batch)
@@ -176,22 +201,6 @@ class Executor(Prepasses):
         failures = self.model.objectives.take_failures()
         return self.sync.finish(StepResult.of(work, sums, loss_failures=failures))
 
-    def _run_chains(
-        self, chains: Sequence[Sequence[MuxBatch]], longest: Sequence[int] | None
-    ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
-        """Yield each micro-batch with its output, after its backward."""
-        if self.interleaving is not None:
-            yield from self.interleaving.run_chains(
-                chains, self.run_chain, self.clock, lambda: self.sync.processes.waited_s
-            )
-        elif self.sharded is not None:
-            yield from self.sharded.run_chains(chains, longest or (), self.run_chain, self.clock)
-        else:
-            for chain in chains:
-                with self.clock.timing(chain):
-                    outputs = self.run_chain(chain)
-                yield from zip(chain, outputs, strict=True)
-
     def run_chain(self, chain: Sequence[MuxBatch]) -> list[MuxOutput]:
         """Run the forwards of a chain in order, and its backwards in reverse.
 
@@ -200,22 +209,14 @@ class Executor(Prepasses):
 
         Returns:
             The output of each pass, without its graph.
-
-        Raises:
-            ConfigError: if gradients are switched off.
         """
-        require_gradients()
-        if self.captured is not None and not is_chained(chain):
-            replayed = self.captured.run(chain[0])
-            if replayed is not None:
-                return [MuxOutput(replayed, chain[0].task_names)]
         store = self.model.stream.key_values
         flights: list[tuple[MuxOutput, list[Kept]]] = []
         try:
             for micro_batch in chain:
                 with store.recording() as kept, self.precision():
                     flights.append((self.model(micro_batch.to(self.device)), kept))
-            found = [replace(output, losses=output.losses.detach()) for output, _ in flights]
+            outputs = [replace(output, losses=output.losses.detach()) for output, _ in flights]
             while flights:
                 # In reverse: later parts must have added to the gradients of kept keys and values first.
                 output, kept = flights.pop()
@@ -223,7 +224,7 @@ class Executor(Prepasses):
                 store.release(kept)
         finally:
             store.clear()  # a pass that failed leaves its graph nowhere
-        return found
+        return outputs
 
     # ------------------------------------------------------------------ forward passes
 
@@ -236,7 +237,7 @@ class Executor(Prepasses):
         tasks = list(dict.fromkeys(name for micro_batch in micro_batches for name in micro_batch.task_names))
         sums = StepSums(self.model, tasks, self.device)
         ready = self.with_reference_values(micro_batches, tasks)
-        with self._joining(len(ready)), self.precision():
+        with self.runner.joining(len(ready)), self.precision():
             for micro_batch in ready:
                 sums.add(self.model(micro_batch.to(self.device)))
         return sums
@@ -244,12 +245,12 @@ class Executor(Prepasses):
     @torch.no_grad()
     def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
         """Return the negative log-likelihoods `[M]` of each, without gradient; `None` if the head lies elsewhere."""
-        found: list[torch.Tensor | None] = []
-        with self._joining(len(micro_batches)), self.precision():
+        terms: list[torch.Tensor | None] = []
+        with self.runner.joining(len(micro_batches)), self.precision():
             for micro_batch in micro_batches:
                 self.model.prepare_pass(micro_batch.task_names)
-                found.append(self.model.target_losses(micro_batch.to(self.device)))
-        return found
+                terms.append(self.model.target_losses(micro_batch.to(self.device)))
+        return terms
 
     def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers.
@@ -270,14 +271,6 @@ class Executor(Prepasses):
         # Stacked, as reading each loss by itself would wait for the device once more.
         finite = torch.stack(list(losses.values())).isfinite().tolist() if losses else []
         return sorted(name for name, is_finite in zip(losses, finite, strict=True) if not is_finite)
-
-    @contextmanager
-    def _joining(self, num_passes: int) -> Iterator[None]:
-        """Join the forward passes that other processes have more of, after those of the `with` block."""
-        most = 0 if self.sharded is None else max(self.sharded.agree_on_passes([num_passes]))
-        yield
-        if self.sharded is not None:
-            self.sharded.join_forwards(most - num_passes)
 
 
 def require_gradients() -> None:
@@ -302,7 +295,7 @@ def pass_backward(output: torch.Tensor, gradient: torch.Tensor | None, kept: Seq
         gradient: gradient of the output; ones by default.
         kept: keys and values that the pass has kept for later parts.
     """
-    roots: list[tuple[torch.Tensor, torch.Tensor]] = [root for one in kept for root in one.roots()]
+    roots: list[tuple[torch.Tensor, torch.Tensor]] = [root for layer in kept for root in layer.roots()]
     if output.requires_grad:
         roots.append((output, torch.ones_like(output) if gradient is None else gradient))
     if roots:

@@ -29,7 +29,8 @@ other stages, and for the same action in other replicas; `peft_mux.engine.pipeli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.executor import ChainRunner, RunChain
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import PassClock
 from peft_mux.errors import ConfigError, UnsupportedModelError
@@ -84,7 +86,7 @@ def shard_backbone(
     return ShardedBackbone(model, processes, mesh, stage)
 
 
-class ShardedBackbone:
+class ShardedBackbone(ChainRunner):
     """A model whose frozen weights are sharded over processes; created by `shard_backbone`.
 
     Args:
@@ -179,20 +181,11 @@ class ShardedBackbone:
         return [max(lengths) for lengths in zip(*self.processes.exchange(padded), strict=True)]
 
     def run_chains(
-        self,
-        chains: Sequence[Sequence[MuxBatch]],
-        longest: Sequence[int],
-        run_chain: Callable[[Sequence[MuxBatch]], list[MuxOutput]],
-        clock: PassClock,
+        self, chains: Sequence[Sequence[MuxBatch]], run_chain: RunChain, clock: PassClock
     ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
-        """Run the chains of this process, and join the passes that others have more of; yield each with its output.
-
-        Args:
-            chains: the chains of this process, in order.
-            longest: the longest chain at each position, as all processes have agreed (`agree_on_passes`).
-            run_chain: runs all forwards of a chain, then all its backwards.
-            clock: times the passes.
-        """
+        """Run the chains of this process, and join the passes that others have more of; all processes call this."""
+        # First of all, as all processes gather the weights of each pass.
+        longest = self.agree_on_passes([len(chain) for chain in chains])
         for chain, most in zip(chains, longest, strict=False):
             # Passes of others: forwards before its own and backwards after them, so that every process gathers in one
             # order, all forwards of the position and then all backwards.
@@ -205,6 +198,13 @@ class ShardedBackbone:
         for most in longest[len(chains) :]:
             self.join_forwards(most)
             self.join_backwards(most)
+
+    @contextmanager
+    def joining(self, num_passes: int) -> Iterator[None]:
+        """Join the forward passes that other processes have more of, after those of the `with` block."""
+        most = max(self.agree_on_passes([num_passes]))
+        yield
+        self.join_forwards(most - num_passes)
 
     def join_forwards(self, num_passes: int, virtual_stage: int = 0) -> None:
         """Join forwards of other processes: gather units in their order, and free them immediately.

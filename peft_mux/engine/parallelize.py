@@ -19,6 +19,7 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.allocator import use_expandable_segments
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
+from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.divided_adapters import narrow
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import shard_backbone
@@ -182,21 +183,24 @@ class ModelPart:
         interleaving = None
         if turn_links is not None and turn_links.size > 1:
             # The plan determines how many passes are interleaved.
-            interleaving = Interleaving(model, turn_links, recomputes=args.uses_checkpointing)
+            interleaving = Interleaving(model, turn_links, recomputes=args.uses_checkpointing, processes=processes)
         reduce_dtype = torch.bfloat16 if args.reduce_dtype == "bfloat16" else None
         options: dict[str, Any] = {"keeper_of": keeper_of, "reduce_dtype": reduce_dtype}
         sync = GradientSync(model, processes, layout, is_deferred=is_sharded, **options)
-        shared: dict[str, Any] = {"bf16": args.bf16, "sync": sync, "interleaving": interleaving, "sharded": sharded}
+        shared: dict[str, Any] = {"bf16": args.bf16, "sync": sync}
         if stage is not None:
             assert plan is not None, "several stages are planned before they are cut"
-            executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, **shared)
+            shared |= {"interleaving": interleaving, "sharded": sharded, "pipelines": layout.pipelines}
+            executor = PipelineExecutor(stage, plan, processes, **shared)
         else:
             if any(replica.pp > 1 for replica in layout.replicas):
                 # This process needs none of them, but every process takes part in creating the groups of all pipelines.
                 PipelineLinks(layout.pipelines, self._num_chunks, processes)
             # A run that is resumed captures other passes than before, which pad differently and so round differently.
             graphs = False if args.cuda_graphs == "auto" and args.full_determinism else args.cuda_graphs
-            executor = Executor(model, cuda_graphs=graphs, **shared)
+            executor = Executor(model, runner=interleaving or sharded, **shared)
+            if graphs is True or (graphs == "auto" and args.device.type == "cuda" and processes.is_alone):
+                executor.runner = CapturedPasses(model, executor.precision, is_auto=graphs == "auto")
         if plan is not None:
             executor.follow(plan)
         return ParallelModel(model, executor, digests, tensor_parallel, links)

@@ -26,7 +26,7 @@ from accelerate.utils.memory import clear_device_cache
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
 from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
-from peft_mux.engine.executor import first_line, is_out_of_memory
+from peft_mux.engine.executor import ChainRunner, first_line, is_out_of_memory
 from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import ForcedInterrupt, MemoryBudgetError
@@ -171,7 +171,9 @@ class TrainingLoop:
         for own in run.table:
             if own.optimizer is not None:
                 own.optimizer.zero_gradients()
-        has_graphs, executor.captured = executor.captured is not None, None
+        has_graphs = executor.runner.keeps_memory
+        if has_graphs:
+            executor.runner = ChainRunner()
         model.stream.key_values.clear()
         model.objectives.take_failures()
         gc.collect()

@@ -357,15 +357,15 @@ class Engine:
         if case.recomputes:
             self.model.activation_checkpointing_enable()
         sync = GradientSync(self.model, processes, self.layout, is_deferred=case.sharded)
-        shared: dict[str, Any] = {"bf16": case.bf16, "sync": sync, "interleaving": interleaving}
-        shared["sharded"] = self.sharded
+        shared: dict[str, Any] = {"bf16": case.bf16, "sync": sync}
         if stage is not None:
             plan = plan_of(replica.pp, case.schedule, case.num_chunks, holds_back=case.holds_back)
-            self.executor = PipelineExecutor(stage, plan, processes, pipelines=self.layout.pipelines, **shared)
+            shared |= {"interleaving": interleaving, "sharded": self.sharded, "pipelines": self.layout.pipelines}
+            self.executor = PipelineExecutor(stage, plan, processes, **shared)
         else:
             if any(one.pp > 1 for one in self.layout.replicas):
                 PipelineLinks(self.layout.pipelines, case.num_chunks, processes)  # all processes create the groups
-            self.executor = Executor(self.model, **shared)
+            self.executor = Executor(self.model, runner=interleaving or self.sharded, **shared)
 
     def work(self, step: int, tasks: Sequence[str]) -> StepWork:
         """Return what this process's replica does of a step."""

@@ -195,7 +195,7 @@ def _train(
 ) -> dict[str, Any]:
     executor = Executor(model, bf16=case.autocast)
     if case.captured:
-        executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: Graph(device))
+        executor.runner = CapturedPasses(model, executor.precision, make_graph=lambda: Graph(device))
     table = TaskTable(_active_tasks(case, model))
     availability.runs_kernels(model.device)  # as the packing probe does
     device.forget()  # what loading and moving did
@@ -215,7 +215,7 @@ def _train(
         "num_passes": len(streams),
         "pass_waits": pass_waits,
         "step_waits": step_waits,
-        "num_captures": 0 if executor.captured is None else executor.captured.num_captures,
+        "num_captures": getattr(executor.runner, "num_captures", 0),
     }
 
 

@@ -154,7 +154,7 @@ def run(
         trainer.add_callback(_Arrival(trainer, last))
         plan = trainer.plan()
         trainer.train()
-        captured = trainer._placement.executor.captured
+        runner = trainer._placement.executor.runner
     return {
         "probes": probes,
         "steps": {task.name: task.step for task in trainer.table},
@@ -164,7 +164,7 @@ def run(
         "micro_batches": len(micro_batches),
         "sets": len(set(micro_batches)),
         "misses": len(passes_with_tables),
-        "captures": 0 if captured is None else captured.num_captures,
+        "captures": getattr(runner, "num_captures", 0),
         "memory": {
             "predicted": plan.memory.peak_bytes,
             "limit": plan.limit_bytes,

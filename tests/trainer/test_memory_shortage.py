@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from datasets import IterableDataset
 
 from peft_mux import MultiTaskTrainer, Task
+from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.errors import MemoryBudgetError
 from tests.engine.processes.cases import assert_as_one, launch, values
 from tests.engine.replicas import layout_cases
@@ -78,7 +78,9 @@ def test_graphs_are_dropped_before_passes_become_smaller(
 ) -> None:
     def capture(trainer: MultiTaskTrainer) -> None:
         # They find no memory, as the pool of captured passes takes it.
-        trainer._placement.executor.captured = SimpleNamespace(run=raising(OF_CUDA))  # type: ignore[assignment]
+        executor = trainer._placement.executor
+        executor.runner = CapturedPasses(executor.model, executor.precision)
+        executor.runner.run = raising(OF_CUDA)  # type: ignore[method-assign]
 
     run = train(tasks(), tmp_path, recorder=Recorder(at_begin={2: capture}))
     assert capsys.readouterr().out.count("without CUDA graphs from now on") == 1

@@ -35,7 +35,7 @@ def captured_rows(settings: Settings) -> Iterator[Row]:
             for part in found:
                 for name, value in own[part].items():
                     found[part] = greater(relative_error(value, wanted[part][name]), found[part])
-        captures = replayed.captured.num_captures
+        captures = replayed.runner.num_captures
         limit = TOLERANCES[settings.dtype]
         is_right = captures > 0 and all(error <= limit for error in found.values())
         yield "captured pass", {**found, "num_captures": captures, "tolerance": limit, "is_right": is_right}
@@ -60,7 +60,7 @@ def _executor(settings: Settings, shape: Any, workload: Any, is_captured: bool) 
         model.registry.slab_of(name).bind_gradients()
     executor = Executor(model, bf16=not settings.is_rehearsal)
     if is_captured:
-        executor.captured = CapturedPasses(model, executor.precision, graphs_here(settings))
+        executor.runner = CapturedPasses(model, executor.precision, graphs_here(settings))
     return executor
 
 

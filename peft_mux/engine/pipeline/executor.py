@@ -105,7 +105,8 @@ class PipelineExecutor(Executor):
         interleaving: Interleaving | None = None,
         sharded: ShardedBackbone | None = None,
     ) -> None:
-        super().__init__(stage.model, bf16=bf16, sync=sync, interleaving=interleaving, sharded=sharded)
+        super().__init__(stage.model, bf16=bf16, sync=sync)
+        self.interleaving, self.sharded = interleaving, sharded
         self.stage, self.processes = stage, processes
         self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
         self.on_action: Callable[[Action], None] | None = None
@@ -140,8 +141,8 @@ class PipelineExecutor(Executor):
                     f"the template must have {layout.num_stages} stages of {layout.num_chunks} chunks, for which the "
                     f"model was cut, got {template.num_stages} of {template.num_chunks}."
                 )
-        if isinstance(plan, Plan):
-            super().follow(plan)
+        if isinstance(plan, Plan) and self.interleaving is not None:
+            self.interleaving.follow(plan)
 
     # ------------------------------------------------------------------ steps
 

@@ -47,6 +47,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.executor import ChainRunner, RunChain
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import PassClock
 from peft_mux.kernels.cross_entropy.linear import TensorParallelLinks, Waitable
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
@@ -76,7 +78,7 @@ _MOST_REMEMBERED = 1024
 """Number of groups whose order of turns is kept."""
 
 
-class Interleaving:
+class Interleaving(ChainRunner):
     """Runs groups of micro-batches in turns.
 
     Args:
@@ -85,6 +87,7 @@ class Interleaving:
         width: maximum number of passes in a group before there is a plan; each pass holds its activations from its
             forward to its backward.
         recomputes: whether activations are recomputed in the backward.
+        processes: the processes of the run; by default this one is alone.
 
     Attributes:
         width: maximum number of passes in a group.
@@ -99,9 +102,16 @@ class Interleaving:
     """
 
     def __init__(
-        self, model: MultiTaskPeftModel, links: TurnLinks, *, width: int = 1, recomputes: bool = False
+        self,
+        model: MultiTaskPeftModel,
+        links: TurnLinks,
+        *,
+        width: int = 1,
+        recomputes: bool = False,
+        processes: Processes | None = None,
     ) -> None:
         """Start without a plan: all passes belong to one bucket, with latencies proportional to their tokens."""
+        self.processes = processes or Processes()
         self.model, self.links, self.width, self.recomputes = model, links, width, recomputes
         self._parts: Sequence[Any] = ()
         self._htask_of: dict[str, int] = {}
@@ -134,24 +144,13 @@ class Interleaving:
         return turn_groups(tasks, buckets, self.width, may_repeat=may_repeat)
 
     def run_chains(
-        self,
-        chains: Sequence[Chain],
-        run_chain: Callable[[Chain], list[MuxOutput]],
-        clock: PassClock,
-        waited_s: Callable[[], float],
+        self, chains: Sequence[Chain], run_chain: RunChain, clock: PassClock
     ) -> Iterator[tuple[MuxBatch, MuxOutput]]:
-        """Run the chains of a step, those of a group in turns; yield each micro-batch with its output.
-
-        Args:
-            chains: the chains of the step, in order.
-            run_chain: runs all forwards of a chain, then all its backwards.
-            clock: times the groups.
-            waited_s: returns the seconds that this process has waited for others so far.
-        """
+        """Run the chains of a step, those of a group in turns; the clock times groups."""
         for indices in self.groups(chains):
             group = [chains[index] for index in indices]
             # A single chain waits for each of its sums at once.
-            waits = waited_s if len(group) == 1 else None
+            waits = (lambda: self.processes.waited_s) if len(group) == 1 else None
             with clock.timing([micro_batch for chain in group for micro_batch in chain], waits):
                 outputs = self.run(group, lambda number, group=group: run_chain(group[number]))
             for chain, passes in zip(group, outputs, strict=True):

@@ -230,7 +230,7 @@ class Pair:
         self.executors = [Executor(model_of(*tasks, dtype=dtype), bf16=bf16) for _ in range(2)]
         self.models = [executor.model for executor in self.executors]
         replaying = self.executors[1]
-        self.captured = replaying.captured = CapturedPasses(replaying.model, replaying.precision, make_graph)
+        self.captured = replaying.runner = CapturedPasses(replaying.model, replaying.precision, make_graph)
 
     def step(self, *batches: MuxBatch, limit: float = LIMIT) -> int:
         """Assert that both have the same losses and gradients, then update; return how many passes were captured."""

@@ -149,7 +149,7 @@ def step_sharded(rank: int, types: list[str]) -> dict[str, Any]:
     model = model_of(types)
     processes = connected(20.0)
     sync, whole = GradientSync(model, processes, is_deferred=True), shard_backbone(model, processes)
-    return one_step(model, Executor(model, sync=sync, sharded=whole), rank, 2)
+    return one_step(model, Executor(model, sync=sync, runner=whole), rank, 2)
 
 
 @pytest.mark.slow

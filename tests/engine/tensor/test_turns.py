@@ -231,7 +231,7 @@ def test_chains_of_long_sequences_run_in_turns_with_others() -> None:
     logged = cases.LoggingLinks()
     links = TurnLinks(logged)
     model, other = cases.linked_model(links), cases.whole_model()
-    executor = Executor(model, interleaving=Interleaving(model, links, width=2))
+    executor = Executor(model, runner=Interleaving(model, links, width=2))
     found, expected = executor.run(work), Executor(other).run(work)
     assert found.losses == expected.losses
     own, gradients = gradients_of(model), gradients_of(other)
