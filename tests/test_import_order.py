@@ -50,27 +50,22 @@ ROOMS = (
 """The parts of the package, from the ground up: each imports only itself and what stands before it."""
 
 STILL_IMPORTED = {
-    "checkpoint.task_state": "modeling.divided_model",
     "engine.executor": "modeling.adapters.prompts.prompts",
-    "engine.gradients": "modeling.divided_model",
     "engine.steps": "engine.dispatch",
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",
     "engine.tasks.setup": "modeling.generation.held_out_prompts",
     "modeling.adapters.files": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
-        "modeling.divided_model"
+        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts"
     ),
-    "modeling.adapters.injection": "modeling.adapters.copies modeling.divided_model",
+    "modeling.adapters.injection": "modeling.adapters.copies",
     "modeling.adapters.lora.lora_kind": "modeling.adapters.sliced",
-    "modeling.backbone.modules": "modeling.divided_model",
     "modeling.model": (
         "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
         "modeling.adapters.tuners"
     ),
-    "modeling.objectives.heads": "modeling.divided_model",
     "modeling.registry": (
         "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
-        "modeling.adapters.tuners modeling.divided_model"
+        "modeling.adapters.tuners"
     ),
     "reporting.callbacks": "reporting.trackers",
     "reporting.run_log": "reporting.report",

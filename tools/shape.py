@@ -42,7 +42,7 @@ WINGS = {
     "generation": "modeling.generation",
     "plans": "scheduler planning trainer.plan_follower trainer.measurements",
     "parallel": "engine.cuda_graphs engine.dispatch engine.divided_adapters engine.fsdp engine.layout "
-    "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor modeling.divided_model trainer.relocation",
+    "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor trainer.relocation",
     "reporting": "reporting.page reporting.report reporting.screen reporting.table reporting.trackers reporting.views "
     "checkpoint.hub checkpoint.upload trainer.control trainer.mailbox trainer.reporter trainer.sweep",
     "doors": "calls serve cli demo from_trl",

@@ -24,7 +24,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.divided_model import Piece
+from peft_mux.modeling.pieces import Piece
 from peft_mux.modeling.slabs import PAGE_KINDS
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.storage import pack_state, unpack_state

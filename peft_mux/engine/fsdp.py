@@ -29,7 +29,7 @@ other stages, and for the same action in other replicas; `peft_mux.engine.pipeli
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.executor import ChainRunner, RunChain
@@ -48,9 +49,10 @@ from peft_mux.engine.work import PassClock
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.modules import is_meta, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers
-from peft_mux.modeling.divided_model import PassThrough
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.heads import HeadWeights
 from peft_mux.modeling.objectives.task_objective import MuxOutput
+from peft_mux.modeling.pieces import PassThrough
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 
 
@@ -137,6 +139,8 @@ class ShardedBackbone(ChainRunner):
             for number in self.virtual_stages
         }
         self._shard(mesh)
+        if self._head is not None:
+            self._head.head_weights = ShardedHeadWeights(self._head)
         for unit in (self._base, *self._ends, *self._layers.values()):
             unit.set_custom_all_gather(_Gathering(self))
         # Let each unit prefetch only the next unit of the backward of the same pass. By default FSDP2 prefetches in the
@@ -280,6 +284,54 @@ class ShardedBackbone(ChainRunner):
         """Free units that the previous pass has left gathered (a head that was called by plain PEFT code)."""
         for end in self._ends:
             end.reshard()
+
+
+class ShardedHeadWeights(HeadWeights):
+    """Gathers an output head, which losses read without calling it.
+
+    Gathering is collective: every process must read the head equally often, whatever tasks its passes have.
+
+    Args:
+        head: the frozen head, a unit of FSDP2.
+    """
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather the weights for the time of the `with` block."""
+        # A plain weight is gathered already, by code that will free it.
+        if not isinstance(self._head.weight, DTensor):
+            yield
+            return
+        self._head.unshard()
+        try:
+            yield
+        finally:
+            self._head.reshard()
+
+    def free_after_backward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden`; once its gradient is known, the head is sharded again."""
+        return _CallInBackward.apply(hidden, self._head.reshard)
+
+    def gather_before_backward(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return `losses`; before their gradient flows back into the head, it is gathered."""
+        return _CallInBackward.apply(losses, self._head.unshard)
+
+
+class _CallInBackward(torch.autograd.Function):
+    """The identity; its backward calls a function before it passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.call()
+        return dx, None
 
 
 @dataclass

@@ -37,9 +37,9 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.processes import Pending, Processes
 from peft_mux.engine.work import StepResult, StepWork, pack, unpack
 from peft_mux.errors import ProcessError
-from peft_mux.modeling.divided_model import Piece
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
+from peft_mux.modeling.pieces import Piece
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 
 # ------------------------------------------------------------------ who holds what

@@ -28,7 +28,7 @@ from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.trained_parts import add_biases, forget_biases, hidden_copies
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import head_kind_for, is_meta, modules_outside_text
-from peft_mux.modeling.divided_model import Piece
+from peft_mux.modeling.pieces import Piece
 from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
-from peft_mux.modeling.divided_model import Piece
+from peft_mux.modeling.pieces import Piece
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.stream import MAX_TASKS, RowSegment, StreamOrder
 

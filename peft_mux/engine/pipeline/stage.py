@@ -29,6 +29,7 @@ Shape letters: T tokens of a micro-batch, D hidden features, N tasks.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,9 +52,9 @@ from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import HEAD_NAMES, frozen_parameters, put_module
 from peft_mux.modeling.backbone.quantized import quantization_method
-from peft_mux.modeling.divided_model import Entrance, Exit, Handover, NoPositions, PassThrough
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import Statistics
+from peft_mux.modeling.pieces import PassThrough
 from peft_mux.modeling.stream import Passes, temporary_attributes
 from peft_mux.scheduler.costs.memory import split_layers
 
@@ -134,6 +135,68 @@ class StagePass(NamedTuple):
     output: torch.Tensor
     passes: Passes
     statistics: Statistics = ()
+
+
+class Handover(threading.local):
+    """The hidden states that come into a pass through a stage, and those that go out.
+
+    Each thread has its own, as passes that run in turns are in threads of their own.
+
+    Attributes:
+        received: `[1, T, D]` output of the layers before; `None` if there are none.
+        given: `[1, T, D]` output of the stage's last layer; `None` if the model's own output counts.
+    """
+
+    received: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+
+
+class Entrance(PassThrough):
+    """Replaces the first layer of a later stage: returns the hidden states of the previous stage.
+
+    Hidden states do not come in as embeddings, nor go out as the model's output, because model code may do more with
+    embeddings than look them up, and more with the last layer's output than normalise it (Granite scales both).
+    """
+
+    def __init__(self, like: nn.Module, handover: Handover) -> None:
+        super().__init__(like)
+        self._handover = handover
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states of the stage before."""
+        assert self._handover.received is not None, "a later stage receives its input"
+        return self._handover.received
+
+
+class Exit(PassThrough):
+    """Follows the last layer of a stage that is not the last one: keeps its input."""
+
+    def __init__(self, like: nn.Module, handover: Handover) -> None:
+        super().__init__(like)
+        self._handover = handover
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Keep the hidden states, and return them."""
+        self._handover.given = hidden_states
+        return hidden_states
+
+
+class NoPositions(nn.Module):
+    """Takes the place of learned positions behind the first stage, where hidden states include them already.
+
+    Args:
+        dtype: dtype of the hidden states, so that adding zero promotes nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a scalar zero."""
+        # A scalar: it is added to hidden states of any shape.
+        given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+        return torch.zeros((), dtype=self.dtype, device=given[0].device)
 
 
 class StageModel:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.families import family_of
-from peft_mux.modeling.divided_model import PassThrough
+from peft_mux.modeling.pieces import PassThrough
 
 Ranges = tuple[tuple[int, int], ...]
 """Indices that a tensor parallel rank holds, as ascending (start, end) pairs."""

@@ -1,6 +1,6 @@
 """`TensorParallelModel`: a multi-task model, cut in place to the part of one tensor parallel rank (M section 3.4.2).
 
-Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to match (`peft_mux.modeling.divided_model`)::
+Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to match (`peft_mux.modeling.pieces`)::
 
     column-parallel    W [K/n, D]    A whole, partial gradient    B [K/n, R]
     row-parallel       W [K, D/n]    A [R, D/n]                   B whole, partial gradient
@@ -9,7 +9,7 @@ Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to mat
     everything else    whole on all ranks, which compute the same bits
 
 Modules keep their classes, and the model code of transformers runs unmodified; hooks add the all-reduces
-(`peft_mux.modeling.divided_model`). Only rank 0 has the bias of a row-parallel layer. All communication goes through
+(`peft_mux.engine.tensor.regions`). Only rank 0 has the bias of a row-parallel layer. All communication goes through
 `TensorLinks.all_reduce`, or through `TurnLinks` around it if passes are interleaved.
 
 Shape letters: K output features, D input features, R rank of an adapter, V vocabulary, n tensor parallel ranks.
@@ -30,22 +30,21 @@ from transformers.pytorch_utils import Conv1D
 from peft_mux.engine.divided_adapters import CAN_BE_CUT, cut_adapters, cut_dim
 from peft_mux.engine.processes import Pending, Processes
 from peft_mux.engine.tensor.cut import Block, Ranges, blocks_of, features, held_ranges
-from peft_mux.errors import ProcessError, UnsupportedModelError
-from peft_mux.kernels.cross_entropy.linear import TensorParallelLinks
-from peft_mux.kernels.philox import Window
-from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer, kind_of_parameter
-from peft_mux.modeling.adapters.lora.layer import rows_needed_now
-from peft_mux.modeling.backbone.modules import frozen_weight
-from peft_mux.modeling.divided_model import (
-    PassThrough,
-    Piece,
+from peft_mux.engine.tensor.regions import (
     VocabParallelHead,
     count_own_heads,
     norm_over_all_ranks,
     reduce_input_gradient,
     reduce_output,
 )
+from peft_mux.errors import ProcessError, UnsupportedModelError
+from peft_mux.kernels.cross_entropy.linear import TensorParallelLinks
+from peft_mux.kernels.philox import Window
+from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer, kind_of_parameter
+from peft_mux.modeling.adapters.lora.layer import rows_needed_now
+from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.pieces import PassThrough, Piece
 
 _WHAT = "a sum over the shards of a stage"
 

@@ -32,7 +32,7 @@ from peft_mux.modeling.adapters.prompts.prompts import (
     saved_tensor,
 )
 from peft_mux.modeling.adapters.trained_parts import OWN, biases_unsaid
-from peft_mux.modeling.divided_model import Piece
+from peft_mux.modeling.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, digest_file, load_tensors, verify_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -37,7 +37,7 @@ from peft_mux.modeling.backbone.modules import (
     modules_around_adapters,
     put_module,
 )
-from peft_mux.modeling.divided_model import PassThrough
+from peft_mux.modeling.pieces import PassThrough
 from peft_mux.modeling.stream import Stream
 
 

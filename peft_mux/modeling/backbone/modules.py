@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.divided_model import plain_type
 
 # ------------------------------------------------------------------- frozen parts
 
@@ -41,6 +41,14 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
         # Conv1D keeps its weight as [D, K]; the view is free.
         return base_layer.weight.t(), base_layer.bias
     return None, None
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before FSDP2 sharded its weights."""
+    if isinstance(module, FSDPModule):
+        # FSDP2 swaps the class for one that inherits from `FSDPModule` and from what it was before.
+        return type(module).__mro__[type(module).__mro__.index(FSDPModule) + 1]
+    return type(module)
 
 
 def without_head(backbone: Any) -> Any:

@@ -24,7 +24,6 @@ from peft_mux.data.tokenize import CLASS_LABELS, LABELLED_ROWS, TAGGED_ROWS
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.attention.rows import states_of
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, TOKEN_CLASSIFICATION, head_module
-from peft_mux.modeling.divided_model import PassThrough
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     HEADS,
@@ -36,6 +35,7 @@ from peft_mux.modeling.objectives.objective import (
     common_fields,
     register_objective,
 )
+from peft_mux.modeling.pieces import PassThrough
 from peft_mux.modeling.stream import temporary_attributes
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -23,7 +24,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -41,14 +41,6 @@ from peft_mux.kernels.cross_entropy.linear import (
 )
 from peft_mux.modeling.attention.rows import states_of, take_rows
 from peft_mux.modeling.backbone.modules import LANGUAGE_MODEL, frozen_weight
-from peft_mux.modeling.divided_model import (
-    copy_to_tp_region,
-    free_after_backward,
-    gather_before_backward,
-    gathered,
-    reduce_from_tp_region,
-    vocab_parallel_head,
-)
 from peft_mux.modeling.objectives.objective import HEADS, WORDS, OutputHead, TokenOutputs, common_fields
 from peft_mux.modeling.stream import temporary_attributes
 
@@ -70,6 +62,45 @@ def output_head(backbone: Any) -> tuple[Any, float, float | None]:
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     return module, scale, getattr(config, "final_logit_softcapping", None)
+
+
+class HeadWeights:
+    """What it takes to read the weights of an output head without calling it: nothing, if the process holds them all.
+
+    A frozen head may have an object of a subclass as its attribute `head_weights`.
+    """
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context in which the process holds all weights."""
+        return nullcontext()
+
+    def free_after_backward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden`, the input of the head; once its gradient is known, the weights may be freed."""
+        return hidden
+
+    def gather_before_backward(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return `losses`, computed from the head; before their gradient flows back, the weights are gathered."""
+        return losses
+
+
+WHOLE = HeadWeights()
+
+
+def weights_of(head: Any) -> HeadWeights:
+    """Return how the weights of an output head, plain or adapted, are read."""
+    return getattr(_frozen_head(head), "head_weights", WHOLE)
+
+
+def _vocab_part(head: Any) -> Any:
+    """Return which words a head holds, plain or adapted (`engine.tensor.regions`); `None` for a whole head."""
+    return getattr(_frozen_head(head), "vocab_parallel_head", None)
+
+
+def _frozen_head(head: Any) -> Any:
+    # Layers of several types of adapters may be put around one another.
+    while hasattr(head, "base_layer"):
+        head = head.base_layer
+    return head
 
 
 def head_logits(backbone: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -101,21 +132,22 @@ def target_losses(
     module, scale, softcap = output_head(model.backbone)
     wanted = [index for index, name in enumerate(batch.task_names) if name in smoothed]
     module = _head_of_tasks(module, batch, model)
+    weights = weights_of(module)
     if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         # The backward pass makes these logits again, so it needs the head's weights once more.
-        hidden_MD = free_after_backward(hidden_MD, module)
-        with gathered(module):
+        hidden_MD = weights.free_after_backward(hidden_MD)
+        with weights.gathered():
             losses = _adapted_losses(hidden_MD, targets_M, batch, model, has_spreads=bool(wanted))
-        nll_M, *spread_M = gather_before_backward(losses, module).unbind()
+        nll_M, *spread_M = weights.gather_before_backward(losses).unbind()
         return nll_M, spread_M[0] if spread_M else None
-    with gathered(module):
+    with weights.gathered():
         weight, bias = frozen_weight(module)
         if weight is None:
             raise UnsupportedModelError(
                 f"the output head of {type(model.backbone).__name__} must be a linear layer, got a "
                 f"{type(module).__name__}."
             )
-        head, words = Head(weight, bias, scale, softcap), vocab_parallel_head(module)
+        head, words = Head(weight, bias, scale, softcap), _vocab_part(module)
 
         def losses_at(temperature: float, own_MD: torch.Tensor, own_M: torch.Tensor) -> torch.Tensor:
             parts: dict[str, Any] = {}
@@ -144,9 +176,9 @@ def target_losses(
             elif words is None:
                 spreads.append(linear_spreads(own_MD, head, own_M))
             else:
-                own_MD = copy_to_tp_region(own_MD, words.links)
+                own_MD = words.entering(own_MD)
                 part_M = linear_spreads(own_MD, head, own_M, first=words.first, vocab_size=words.vocab_size)
-                spreads.append(reduce_from_tp_region(part_M, words.links))
+                spreads.append(words.summed(part_M))
         return nll_M, torch.cat(spreads)
 
 
@@ -155,7 +187,7 @@ def _head_of_tasks(module: Any, batch: MuxBatch, model: Any) -> Any:
     if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         return module
     # Processes that share its weights gather them equally often, whatever tasks their passes have.
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
+    if weights_of(module) is not WHOLE:
         return module
     held = {part for name, _ in module.named_parameters() for part in name.split(".")}
     if not held.isdisjoint(model.adapters[name] for name in batch.task_names):
@@ -175,13 +207,13 @@ def _adapted_losses(
 ) -> torch.Tensor:
     """Return the losses `[1, M]`, or losses and spreads `[2, M]`, if some task adapts the head."""
     module, _, _ = output_head(model.backbone)
-    stream, adapters, words = model.stream, model.adapters, vocab_parallel_head(module)
+    stream, adapters, words = model.stream, model.adapters, _vocab_part(module)
     places_M = batch.token_places.index_select(0, batch.target_rows)
     # Rounded up, as parts may differ by a word and all shards must cut the same blocks.
     frozen = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module.base_layer
     num_words = frozen.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
     size = block_rows(num_words, hidden_MD.device.type)
-    hidden_MD = hidden_MD if words is None else copy_to_tp_region(hidden_MD, words.links)
+    hidden_MD = hidden_MD if words is None else words.entering(hidden_MD)
     temperatures = _temperatures(batch, model)
     by_target = [one for one, count in zip(temperatures, target_counts(batch), strict=True) for _ in range(count)]
     are_scaled = any(one != 1.0 for one in temperatures)
@@ -207,7 +239,7 @@ def _adapted_losses(
         if not has_spreads:
             return losses_M[None]
         spread_M = spreads_of_logits(logits_MV, Targets.of(own_M, first, num_held), vocab_size)
-        return torch.stack([losses_M, spread_M if words is None else reduce_from_tp_region(spread_M, words.links)])
+        return torch.stack([losses_M, spread_M if words is None else words.summed(spread_M)])
 
     parts = []
     for start in range(0, len(hidden_MD), size):
@@ -241,7 +273,7 @@ def outputs_of_words(
     """
     module, scale, softcap = output_head(model.backbone)
     module = _head_of_tasks(module, batch, model)
-    if vocab_parallel_head(module) is not None:
+    if _vocab_part(module) is not None:
         raise UnsupportedModelError(
             f"tasks.{batch.task_names[task]} must have one target per token where tensor parallelism divides the "
             "vocabulary, got rows that name several words for each target, or a loss that reads entropies. Set "
@@ -254,7 +286,8 @@ def outputs_of_words(
     ids_MK = torch.cat([batch.labels[0].index_select(0, rows_M)[:, None], *named], dim=1)
     args = model.objectives.args_of(name)
     temperature, has_entropy = args.temperature, args.entropy_coef != 0
-    hidden_MD = free_after_backward(states_of(hidden_TD, batch, rows_M), module)
+    weights = weights_of(module)
+    hidden_MD = weights.free_after_backward(states_of(hidden_TD, batch, rows_M))
     places_M = batch.token_places.index_select(0, rows_M)
     size = block_rows(module.weight.shape[0], hidden_MD.device.type)
 
@@ -280,12 +313,12 @@ def outputs_of_words(
         return of_words - torch.logsumexp(logits_MV, dim=1, keepdim=True)
 
     parts = []
-    with gathered(module):
+    with weights.gathered():
         for start in range(0, max(len(hidden_MD), 1), size):
             rows = slice(start, start + size)
             arguments = hidden_MD[rows], ids_MK[rows], places_M[rows]
             parts.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
-    logprobs_MK = gather_before_backward(torch.cat(parts), module)
+    logprobs_MK = weights.gather_before_backward(torch.cat(parts))
     target_M, *others = logprobs_MK.split([1, ids_MK.shape[1] - 1, is_smoothed, has_entropy], dim=1)
     words_MK, mean_M, expected_M = others
     target_M, found = target_M.squeeze(1), {}
@@ -354,7 +387,7 @@ class LanguageHead(OutputHead):
         """Return the `[L, V]` logits of every sequence but its virtual tokens, computed one sequence at a time."""
         module, _, _ = output_head(model.backbone)
         logits, start = [], 0
-        with gathered(module):
+        with weights_of(module).gathered():
             # One by one, as logits of the whole stream would be the largest tensor of the pass.
             for length, num_virtual in zip(batch.sequence_lengths, virtual_tokens_of_sequences(batch), strict=True):
                 end, start = start + length, start + num_virtual

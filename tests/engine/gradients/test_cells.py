@@ -22,8 +22,8 @@ from peft_mux.engine.gradients import (
 from peft_mux.engine.layout import parse_layout
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ProcessError
-from peft_mux.modeling.divided_model import Piece
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.pieces import Piece
 from tests.engine import lab
 from tests.engine.gradients import cell_cases as cases
 from tests.engine.tensor.test_parallel import shard

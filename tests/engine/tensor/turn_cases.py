@@ -16,8 +16,8 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
+from peft_mux.engine.tensor.regions import reduce_input_gradient, reduce_output
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
-from peft_mux.modeling.divided_model import reduce_input_gradient, reduce_output
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import HTask, MemoryEstimate, PassParts, Plan, TurnPlan
 from tests.engine import lab
