@@ -51,7 +51,6 @@ ROOMS = (
 
 STILL_IMPORTED = {
     "engine.executor": "modeling.adapters.prompts.prompts",
-    "engine.steps": "engine.dispatch",
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",
     "engine.tasks.setup": "modeling.generation.held_out_prompts",
     "modeling.adapters.files": (

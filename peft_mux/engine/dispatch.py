@@ -34,6 +34,7 @@ from peft_mux.data.packing.passes import even_shares
 from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.steps import Shares
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, deal_buckets, dispatch
@@ -213,7 +214,7 @@ class _Solution(NamedTuple):
         return seconds
 
 
-class DispatchedShares:
+class DispatchedShares(Shares):
     """Divides the global batches of every step among replicas.
 
     Args:
@@ -262,6 +263,7 @@ class DispatchedShares:
         """Check the time model and store the options; no thread is started yet."""
         self.layout, self.cuts_rows, self.rates = layout, cuts_rows, rates
         self.processes = processes or Processes()
+        self._replica = layout.place(self.processes.rank).replica
         self.clock = clock or DispatchClock()
         self.expected_s: tuple[float, ...] = ()
         self.solved: Dispatch | None = None
@@ -420,6 +422,15 @@ class DispatchedShares:
             [np.flatnonzero(self._replicas_of_rows[batch.task, batch.step] == replica).tolist() for batch in batches]
             for replica in range(self.layout.num_replicas)
         ]
+
+    @property
+    def most_tokens_here(self) -> int | None:
+        """Maximum tokens of a pass in this replica; `None` if only the plan limits it."""
+        return self.max_tokens[self._replica]
+
+    def rows_here(self, batches: Sequence[TaskBatch]) -> list[list[int]]:
+        """Return the rows of this replica in some batches of the step; see `divide`."""
+        return self.divide(batches)[self._replica]
 
     def observe(self, process_s: Sequence[float]) -> None:
         """Update `rates` from the measured passes of the last step; a no-op without `rates`.

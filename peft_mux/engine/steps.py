@@ -7,7 +7,7 @@ keeps batches until `take`, because reading the same batch of a stream twice wou
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from peft_mux.data.batch import MuxBatch
@@ -15,12 +15,10 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.packing.passes import passes_meant
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.agreement import Agreement
-from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
-from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.user_code import Listener, ignore_timing
 
@@ -115,6 +113,44 @@ class BatchesAhead:
             self._listener(task.name, "train_dataset", time.perf_counter() - started)
 
 
+class Shares:
+    """The rows that this process's replica takes of each global batch: all of them, if there is one replica.
+
+    `peft_mux.engine.dispatch.DispatchedShares` divides batches among several.
+
+    Attributes:
+        looks_ahead: whether `prepare` has an effect; then replicas differ, and may have different plans.
+    """
+
+    looks_ahead = False
+
+    @property
+    def most_tokens_here(self) -> int | None:
+        """Maximum tokens of a pass in this replica; `None` if only the plan limits it."""
+        return None
+
+    def refusal(self, batch: TaskBatch) -> str | None:
+        """Return why no replica can train a batch, identically on every process; `None` if one can."""
+        del batch
+        return None
+
+    def prepare(self, batches: Sequence[TaskBatch]) -> None:
+        """Start dividing the expected batches of the next step; returns immediately."""
+
+    def begin(self, batches: Sequence[TaskBatch]) -> None:
+        """Divide the global batches of a step, the same on every process."""
+
+    def rows_here(self, batches: Sequence[TaskBatch]) -> list[list[int]]:
+        """Return the rows of this replica in some batches of the step, ascending."""
+        return [list(range(len(batch.sequences))) for batch in batches]
+
+    def observe(self, process_s: Sequence[float]) -> None:
+        """Learn how fast replicas are from the seconds of each process's passes in the last step, by rank."""
+
+    def close(self) -> None:
+        """End what `prepare` has started."""
+
+
 class StepSource:
     """Follows a plan: one global batch of every running task per step, hTask by hTask.
 
@@ -122,9 +158,7 @@ class StepSource:
         plan: which tasks share their passes, and how many tokens a pass may hold.
         collator: packs rows into micro-batches, and cuts them into chunks.
         processes: the processes of the run; by default this one is alone.
-        layout: which process belongs to which replica; replicas divide the rows of a step. By default each process is a
-            replica.
-        shares: divides the rows of a step among replicas; by default evenly by tokens.
+        shares: divides the rows of a step among replicas; by default there is one.
         ahead: holds prefetched batches; it is kept when the plan changes.
     """
 
@@ -133,16 +167,13 @@ class StepSource:
         plan: Plan,
         collator: ChunkPackingCollator,
         processes: Processes | None = None,
-        layout: ParallelLayout | None = None,
-        shares: DispatchedShares | None = None,
+        shares: Shares | None = None,
         ahead: BatchesAhead | None = None,
     ) -> None:
         self.plan, self.collator = plan, collator
         self.processes = processes or Processes()
-        self.layout = layout or ParallelLayout.of(self.processes.world_size)
-        self.shares = shares or DispatchedShares(self.layout, processes=self.processes)
+        self.shares = shares or Shares()
         self.ahead = ahead or BatchesAhead()
-        self._replica = self.layout.place(self.processes.rank).replica
 
     def next(self, tasks: Iterable[ActiveTask], *, num_steps_later: int = 0) -> StepWork:
         """Return the next step of the given tasks.
@@ -172,21 +203,21 @@ class StepSource:
         micro_batches: list[MuxBatch] = []
         for htask in self.plan.htasks:
             fused = [batches[name] for name in htask.tasks if name in batches]
-            own = self.shares.divide(fused)[self._replica]
-            own_tokens = sum(
+            rows_here = self.shares.rows_here(fused)
+            num_tokens = sum(
                 sum(len(batch.sequences[row]) for row in rows) if batch.trie is None else batch.trie.num_computed(rows)
-                for batch, rows in zip(fused, own, strict=True)
+                for batch, rows in zip(fused, rows_here, strict=True)
             )
             # No pass instead of an empty one; the replica contributes zero gradients for the task.
-            if own_tokens == 0:
+            if num_tokens == 0:
                 continue
             planned = htask.micro_batches * htask.tokens_per_micro_batch
             # Batches are random, so a step may have another number of tokens than the plan assumed.
             has_shared = any(batch.trie is not None for batch in fused)
-            meant = passes_meant(own_tokens, planned, htask.micro_batches, has_shared=has_shared)
+            meant = passes_meant(num_tokens, planned, htask.micro_batches, has_shared=has_shared)
             bound = self.plan.max_tokens_per_micro_batch
-            bound = min(bound, self.shares.max_tokens[self._replica] or bound)
-            micro_batches += self.collator.micro_batches(fused, max_tokens=bound, only=own, num_passes=meant)
+            bound = min(bound, self.shares.most_tokens_here or bound)
+            micro_batches += self.collator.micro_batches(fused, max_tokens=bound, only=rows_here, num_passes=meant)
         order = self._order(batches)
         return StepWork(
             tasks=tuple(batches),
@@ -203,10 +234,10 @@ class StepSource:
             tasks: the tasks that take the steps, in stream order; none of them ends before the last one.
             num_steps: number of steps, 1 or more.
         """
-        own = list(tasks)
+        tasks = list(tasks)
         works: list[StepWork] = []
         for number in range(num_steps):
-            work = self.next(own, num_steps_later=number)
+            work = self.next(tasks, num_steps_later=number)
             # It is read again as the first step of the next window, which then reports the failures.
             if work.failures and works:
                 break
@@ -236,6 +267,6 @@ class StepSource:
         Different replicas have different plans; they use stream order.
         """
         # Equal replicas have equal costs and therefore the same plan; `Agreement.on_batches` compares it.
-        if self.layout.are_alike:
+        if not self.shares.looks_ahead:
             return tuple(name for htask in self.plan.htasks for name in htask.tasks)
         return tuple(batches)

@@ -136,7 +136,9 @@ class PlanFollower:
         self.current, self._steps = plan, None
         layout, processes, args = self._run.layout, self._run.processes, self._run.args
         runs = self._run.table.plannable
-        if runs:
+        if runs and layout.num_replicas == 1:
+            self._steps = StepSource(plan, self.planner.collator, processes, ahead=self.ahead)
+        elif runs:
             if self._applies_times and (self._rates is None or self._rates_of != layout):
                 self._rates, self._rates_of = ReplicaRates(layout.num_replicas), layout
             policy: Any = args.dispatch
@@ -161,7 +163,7 @@ class PlanFollower:
                     parts = [part_of(load, rows_of[load.name]) for load in loads]
                     passes.append(planned_passes(plan.htasks, parts, self.planner.collator.rules, bound))
                 self.current = plan = replace(plan, passes=tuple(passes))
-            self._steps = StepSource(plan, self.planner.collator, processes, layout, shares, self.ahead)
+            self._steps = StepSource(plan, self.planner.collator, processes, shares, self.ahead)
         if self._placement.is_loaded:
             self._placement.executor.follow(plan)
 
