@@ -38,7 +38,7 @@ from peft_mux.errors import ProcessError
 
 _POLL_S = 0.05
 _MAX_CHARACTERS = 2000
-_MOST_GRACE_S = 2.0
+_MOST_GRACE_S = 5.0
 _MOST_PATIENCE_S = 10.0
 _WATCH_S = 1.0
 
@@ -342,6 +342,8 @@ class Processes:
             if self._store is not None:
                 # The note first: once the connections break, the others look for one.
                 self._leave_note(f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS])
+                with suppress(RuntimeError):
+                    self._store.set(f"done/{self.rank}", "")  # this process knows its error: it reads no notes any more
                 self.close()
                 if "TORCHELASTIC_ERROR_FILE" in os.environ:
                     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -353,15 +355,14 @@ class Processes:
             raise
 
     def _wait_for_readers(self) -> None:
-        """Keep the store, which ends with rank 0, until the others have looked for notes, but not for long."""
+        """Keep the store, which ends with rank 0, until the others have read its notes, but not for long."""
         deadline = time.monotonic() + min(_MOST_GRACE_S, self.timeout_s)
         with suppress(RuntimeError):
             for rank in range(1, self.world_size):
-                while not self._has_ended(rank) and not self._store.check([str(rank)]):
+                while not self._has_ended(rank) and not self._store.check([f"done/{rank}"]):
                     if time.monotonic() > deadline:
                         return
                     time.sleep(_POLL_S)
-        time.sleep(2 * _POLL_S)  # they leave a note of their own before they read those of others
 
     def _leave_note(self, note: str) -> None:
         """Tell the others why this process fails, or "" if it blames another one; once, as the rest follows from it."""

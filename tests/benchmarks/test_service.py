@@ -11,7 +11,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.mark.parametrize(
     ("part", "numbers"),
-    [("throughput", 3), ("overhead", 1), ("neighbours", 1), ("exactness", 2), ("many_models", 3)],
+    [("throughput", 5), ("overhead", 1), ("neighbours", 1), ("exactness", 2), ("many_models", 3)],
 )
 def test_each_part_measures_its_numbers(part: str, numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []

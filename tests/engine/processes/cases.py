@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -285,7 +286,10 @@ def stopped_by_a_signal(rank: int, folder: Path) -> Part:
 
 
 def killed(rank: int, folder: Path, victim: int) -> Part:
-    """Train with checkpoints; one process is killed before its sixth step."""
+    """Train with checkpoints; one process is killed before its sixth step, and another is slow to see who has ended."""
+    if 0 < rank != victim:
+        status = psutil.Process.status
+        psutil.Process.status = lambda process: time.sleep(0.3) or status(process)  # type: ignore[method-assign]
     acts = {5: lambda trainer: os.kill(os.getpid(), signal.SIGKILL)} if rank == victim else {}
     recorder = lab.Recorder(at_begin=acts)
     return run(folder, five_tasks(), recorder=recorder, save_strategy="steps", save_steps=2)
