@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.harness import in_turns
+from benchmarks.harness import Table, in_turns
 from benchmarks.training.workloads import ModelSpec
 
 Completions = list[tuple[int, ...]]
@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     times = in_turns(contenders, options.repeats, time.perf_counter, num_warm=0)
     num_tokens = options.tasks * options.prompts * options.new_tokens
     print(f"{options.tasks} tasks, {options.prompts} prompts each, {options.new_tokens} new tokens a prompt")
-    print(f"{'':<14} {'median s':>9} {'best s':>7} {'tokens/s':>9} {'task by task / this':>20}")
-    slowest = statistics.median(times["task by task"])
+    table = Table("contender:<14", "median s:>8.2f", "best s:>6.2f", "tokens/s:>8.0f", "task by task / this:>19.2f")
+    slowest_s = statistics.median(times["task by task"])
     for name, seconds in times.items():
-        median = statistics.median(seconds)
-        print(f"{name:<14} {median:>9.2f} {min(seconds):>7.2f} {num_tokens / median:>9.0f} {slowest / median:>20.2f}")
+        median_s = statistics.median(seconds)
+        table.row(name, median_s, min(seconds), num_tokens / median_s, slowest_s / median_s)
 
 
 def make_contenders(options: argparse.Namespace) -> dict[str, Callable[[], Completions]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -51,6 +53,47 @@ def rotated(names: Sequence[T], turn: int) -> list[T]:
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
     """Return the median over the rounds of one time over another of the same round."""
     return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+
+
+class UnequalWorkError(RuntimeError):
+    """Contenders do not do the same work, so that their times must not be compared."""
+
+
+def require_equal_losses(what: str, losses: Sequence[float], others: Sequence[float], tolerance: float = 1e-4) -> None:
+    """Compare the losses of two contenders; NaN is a difference.
+
+    Args:
+        what: what is compared, for the error.
+        losses: losses of a contender.
+        others: losses of another one on the same rows.
+        tolerance: largest relative difference.
+
+    Raises:
+        UnequalWorkError: if two of them differ.
+    """
+    if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(losses, others, strict=True)):
+        raise UnequalWorkError(f"{what}: losses {list(losses)} and {list(others)} must be equal: the work is not.")
+
+
+class Table:
+    """A table in Markdown that is printed row by row.
+
+    Args:
+        *columns: title and format of each column, such as `"step s:>9.3f"`; a text has its side and width.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        titles, self._formats = zip(*(column.rsplit(":", 1) for column in columns), strict=True)
+        self.row(*titles)
+        print("|" + "---|" * len(titles))
+
+    def row(self, *values: Any) -> None:
+        """Print a row."""
+        cells = []
+        for value, style in zip(values, self._formats, strict=True):
+            side_and_width = "".join(re.findall(r"^[<>]|\d+", style)[:2])
+            cells.append(format(value, side_and_width if isinstance(value, str) else style))
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 _MARK = "found: "

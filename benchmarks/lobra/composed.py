@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Table
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
@@ -121,15 +122,15 @@ def compare(num_gpus: int, batch_size: int, seed: int) -> dict[str, Any]:
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Print what was compared, and the gains over the seeds of each size."""
-    print(f"{'GPUs':>4} {'rows':>4} {'seed':>4} {'curve s':>8} {'step s':>8} {'composed s':>10} {'gain':>6} {'fit':>6}"
-          f" {'planned in s':>12}  one curve -> composed")  # fmt: skip
+    columns = {
+        "num_gpus": "GPUs:>4", "batch_size": "rows:>4", "seed": "seed:>4", "single_curve_s": "curve s:>8.3f",
+        "single_step_s": "step s:>8.3f", "composed_step_s": "composed s:>10.3f", "gain": "gain:>6.2f",
+        "fit_error": "fit:>6.1%",
+    }  # fmt: skip
+    table = Table(*columns.values(), "planned in s:>12.1f", "one curve -> composed:<1")
     for row in rows:
         spent_s = sum(row["planning_s"].values())
-        print(
-            f"{row['num_gpus']:>4} {row['batch_size']:>4} {row['seed']:>4} {row['single_curve_s']:>8.3f} "
-            f"{row['single_step_s']:>8.3f} {row['composed_step_s']:>10.3f} {row['gain']:>5.2f}x "
-            f"{row['fit_error']:>6.1%} {spent_s:>12.1f}  {row['single']} -> {row['composed']}"
-        )
+        table.row(*(row[key] for key in columns), spent_s, f"{row['single']} -> {row['composed']}")
     for num_gpus, batch_size in dict.fromkeys((row["num_gpus"], row["batch_size"]) for row in rows):
         own = [row for row in rows if (row["num_gpus"], row["batch_size"]) == (num_gpus, batch_size)]
         gains = [row["gain"] for row in own]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pulp
 
+from benchmarks.harness import Table
 from benchmarks.lobra.steps import NUM_LAYERS
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
@@ -49,16 +50,18 @@ def draw_step(seed: int, sequences: int) -> list[int]:
     return np.concatenate([short, long]).clip(16, MAX_LENGTH).astype(int).tolist()
 
 
-def print_way(name: str, bucketings: Sequence[Bucketing], model: ReplicaTimeModel, **options: Any) -> None:
+def print_way(
+    table: Table, name: str, bucketings: Sequence[Bucketing], model: ReplicaTimeModel, **options: Any
+) -> None:
     """Print how fast a way to dispatch makes a step, how long it takes to decide, and how often it is proven."""
     found, milliseconds = [], []
     for bucketing in bucketings:
         start = time.perf_counter()
         found.append(dispatch(GROUPS, bucketing, model, **options))
         milliseconds.append((time.perf_counter() - start) * 1e3)
-    times = "{:8.1f} {:8.1f} {:8.1f}".format(*np.quantile(milliseconds, [0.5, 0.9, 1.0]))
-    proven = sum(one.status == "optimal" for one in found)
-    print(f"  {name:<24}  {np.mean([one.makespan_s for one in found]):9.3f} {times}   {proven}/{len(found)}")
+    proven = sum(answer.status == "optimal" for answer in found)
+    step_s = np.mean([answer.makespan_s for answer in found])
+    table.row(name, step_s, *np.quantile(milliseconds, [0.5, 0.9, 1.0]), f"{proven}/{len(found)}")
 
 
 def print_parts(bucketings: Sequence[Bucketing], model: ReplicaTimeModel) -> None:
@@ -99,14 +102,17 @@ def main() -> None:
     print(
         f"{' '.join(map(str, GROUPS))}\n{len(steps)} steps of {options.sequences} sequences, {options.buckets} buckets"
     )
-    print("seconds of a step by the time model (mean); milliseconds to decide: median, 90 %, max; how many are proven")
+    print(
+        "seconds of a step by the time model (mean); milliseconds to decide; how many steps are proven to be the best"
+    )
+    table = Table("way:<20", "step s:>7.3f", "median ms:>9.1f", "90 %:>8.1f", "max:>8.1f", "proven:>6")
     for policy in ("balanced", "uniform", "length"):
-        print_way(policy, bucketings, model, policy=policy)
-    print_way("balanced, no solver", bucketings, model, least_solved_s=math.inf)
+        print_way(table, policy, bucketings, model, policy=policy)
+    print_way(table, "balanced, no solver", bucketings, model, least_solved_s=math.inf)
     for solver in pulp.listSolvers(onlyAvailable=True):
         if solver in ("PULP_CBC_CMD", "HiGHS"):
             for gap in (0.01, 0.005, 0.002):
-                print_way(f"{solver}, gap {gap:.1%}", bucketings, model, solver=solver, relative_gap=gap)
+                print_way(table, f"{solver}, gap {gap:.1%}", bucketings, model, solver=solver, relative_gap=gap)
     print_parts(bucketings, model)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import Table
 from benchmarks.lobra.steps import (
     BATCHES_IN_SAMPLE,
     NUM_GPUS,
@@ -40,7 +41,7 @@ from benchmarks.lobra.steps import (
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.deployment.space import TaskLengths, joint_sample
+from peft_mux.scheduler.deployment.space import joint_sample
 from peft_mux.scheduler.dispatching.bucketing import bucket_boundaries
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
@@ -69,12 +70,11 @@ def print_alone(inputs: Inputs, seed: int) -> None:
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     equal = task_sequential(tasks, NUM_GPUS, inputs.model)
     planned = lobra_sequential(tasks, NUM_GPUS, inputs.model)
-    head = ("task", "saved %", "70B %", "here", "L Table 8")
-    print(f"   {head[0]:<26} {head[1]:>8} {head[2]:>6}  {head[3]:<32} {head[4]}")
+    table = Table("task:<26", "saved %:>8.1f", "70B %:>6.1f", "here:<32", "L Table 8:<28")
     for index, task in enumerate(tasks):
         saved = 100 * (1 - planned.step_s[index] / equal.step_s[index])
         ours = layout(planned.deployments[index])
-        print(f"   {task.name:<26} {saved:>8.1f} {SAVED_70B[index]:>6.1f}  {ours:<32} {LOBRA_SEQUENTIAL_7B[index]}")
+        table.row(task.name, saved, SAVED_70B[index], ours, LOBRA_SEQUENTIAL_7B[index])
 
 
 def print_scale(inputs: Inputs, seed: int) -> None:
@@ -83,23 +83,17 @@ def print_scale(inputs: Inputs, seed: int) -> None:
         f"2. GPU seconds of a step over GPUs and tasks, next to L Figure 11 (70B there); lognormal lengths, seed {seed}"
     )
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
-    print(f"   {'tasks':>5} {'GPUs':>4} {'Task-Fused':>10} {'LobRA':>8} {'saved %':>8}  {'equal replicas':<16} LobRA's")
-    for num_gpus in NUMBERS_OF_GPUS:
-        _print_size(inputs, tasks, num_gpus)
-    for number in range(2, len(SIX_TASKS)):
-        _print_size(inputs, tasks[:number], NUM_GPUS)
-
-
-def _print_size(inputs: Inputs, tasks: Sequence[TaskLengths], num_gpus: int) -> None:
-    """Print equal and unequal replicas for some of the tasks on so many GPUs."""
-    lengths, batch = joint_sample(tasks)
-    fused = task_fused(tasks, num_gpus, inputs.model)
-    plan = plan_deployment(lengths, batch, num_gpus, inputs.model)
-    saved = 100 * (1 - plan.gpu_seconds / fused.gpu_seconds)
-    print(
-        f"   {len(tasks):>5} {num_gpus:>4} {fused.gpu_seconds:>10.1f} {plan.gpu_seconds:>8.1f} {saved:>8.1f}"
-        f"  {layout(fused.deployments[0]):<16} {plan.layout}"
+    table = Table(
+        "tasks:>5", "GPUs:>4", "Task-Fused:>10.1f", "LobRA:>8.1f", "saved %:>8.1f", "equal replicas:<16", "LobRA's:<1"
     )
+    sizes = [*((tasks, num_gpus) for num_gpus in NUMBERS_OF_GPUS)]
+    sizes += [(tasks[:number], NUM_GPUS) for number in range(2, len(SIX_TASKS))]
+    for some, num_gpus in sizes:
+        fused = task_fused(some, num_gpus, inputs.model)
+        plan = plan_deployment(*joint_sample(some), num_gpus, inputs.model)
+        saved = 100 * (1 - plan.gpu_seconds / fused.gpu_seconds)
+        seconds = fused.gpu_seconds, plan.gpu_seconds
+        table.row(len(some), num_gpus, *seconds, saved, layout(fused.deployments[0]), plan.layout)
 
 
 def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
@@ -128,13 +122,13 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
                 bucketing = bucket_boundaries(lengths, number, limits=limits)
                 padding = bucketing.padding_tokens / bucketing.padded_tokens
                 rows[number].append((gpu_s, padding, solved_s))
-    print(f"   {'R':>3} {'step time / that of R = 4':>26} {'padding %':>10} {'bucketing and dispatch ms':>26}")
+    table = Table("R:>3", "step time / that of R = 4:>25.3f", "padding %:>9.1f", "bucketing and dispatch ms:>25.1f")
     base_s = [gpu_s for gpu_s, _, _ in rows[NUMBERS_OF_BUCKETS[0]]]
     for number, found in rows.items():
         ratio = statistics.mean(gpu_s / least for (gpu_s, _, _), least in zip(found, base_s, strict=True))
         padding = 100 * statistics.mean(padding for _, padding, _ in found)
         solved_ms = 1e3 * statistics.median(seconds for _, _, seconds in found)
-        print(f"   {number:>3} {ratio:>26.3f} {padding:>10.1f} {solved_ms:>26.1f}")
+        table.row(number, ratio, padding, solved_ms)
 
 
 def print_budgets(inputs: Inputs, seed: int, budgets_s: Sequence[float]) -> None:
@@ -149,17 +143,17 @@ def print_budgets(inputs: Inputs, seed: int, budgets_s: Sequence[float]) -> None
     model = ReplicaTimeModel(inputs.fits, NUM_LAYERS, tokens)
     print(f"4. 64 GPUs over {len(tokens)} configurations, by seconds that may be spent on solving; seed {seed}")
     lengths, batch = joint_sample(inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE))
-    head = ("budget s", "planned in s", "tried", "left", "Eq. 2 s", "step s", "missed at most %")
-    print(f"   {head[0]:>8} {head[1]:>12} {head[2]:>6} {head[3]:>7} {head[4]:>8} {head[5]:>7} {head[6]:>16}  plan")
+    table = Table(
+        "budget s:>8.0f", "planned in s:>12.1f", "tried:>6", "left:>7", "Eq. 2 s:>8.3f", "step s:>7.3f",
+        "missed at most %:>16.1f", "plan:<1",
+    )  # fmt: skip
     for budget_s in budgets_s:
         start = time.perf_counter()
         plan = plan_deployment(lengths, batch, 64, model, proposal=False, budget_s=budget_s, time_limit_s=2.5)
         seconds, stats, best_s = time.perf_counter() - start, plan.statistics, plan.candidates[0].step_s
         tried = stats.num_solved + stats.num_bound_met
-        print(
-            f"   {budget_s:>8.0f} {seconds:>12.1f} {tried:>6} {stats.num_unreached:>7} {best_s:>8.3f}"
-            f" {plan.expected_step_s:>7.3f} {100 * stats.gap:>16.1f}  {plan.layout}"
-        )
+        numbers = seconds, tried, stats.num_unreached, best_s, plan.expected_step_s, 100 * stats.gap
+        table.row(budget_s, *numbers, plan.layout)
     print(f"   of {stats.num_enumerated} deployments\n")
 
 

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Table
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.search import plan_deployment
@@ -191,7 +192,8 @@ def print_time_model(inputs: Inputs) -> None:
     print("1. Time model: one layer, and whole steps next to L Table 11 (16 GPUs, 64 sequences of one length)")
     for tp, fit in inputs.fits.items():
         print(f"   tp {tp}: mean error {fit.mean_relative_error:5.1%} over the measurements of a layer")
-    print(f"\n   {'config':<8} {'replicas':>8} {'length':>7} {'model s':>8} {'paper s':>8} {'error':>7}")
+    print()
+    table = Table("config:<8", "replicas:>8", "length:>7", "model s:>8.3f", "paper s:>8.3f", "error:>+7.1%")
     errors: dict[int, list[float]] = {}
     for tp, pp, replicas, length, chunks, seconds, _ in inputs.tables[
         "table11_7B_16gpu_batch64_tp_pp_dp_seq_chunks_lobra_nemo_s"
@@ -202,7 +204,7 @@ def print_time_model(inputs: Inputs) -> None:
         times = ReplicaTimeModel(inputs.fits, NUM_LAYERS, {config: max_tokens})
         predicted = times.step_s(config, [sequences], [length], max_tokens)
         errors.setdefault(pp, []).append(predicted / seconds - 1)
-        print(f"   {config!s:<8} {replicas:>8} {length:>7} {predicted:>8.3f} {seconds:>8.3f} {errors[pp][-1]:>+7.1%}")
+        table.row(str(config), replicas, length, predicted, seconds, errors[pp][-1])
     flat = [abs(error) for group in errors.values() for error in group]
     print(f"   mean |error| {statistics.mean(flat):.1%} over {len(flat)} rows, largest {max(flat):.1%} (target: 5 %)")
     by_stages = ", ".join(f"{pp}: {statistics.mean(group):+.1%}" for pp, group in sorted(errors.items()))
@@ -214,7 +216,9 @@ def print_plans(inputs: Inputs, seeds: Sequence[int]) -> None:
     published = inputs.tables["table2_end_to_end"]["7B_16xA100-40"]
     wanted = published_layout(published["lobra"])
     print(f"2. The 7B plan of {NUM_GPUS} GPUs next to L Table 2: {wanted}")
-    print(f"   {'lengths':<10} {'seed':>4} {'candidates':<12} {'plan':<40} {'step s':>7} {'over 4K':>8}  as in Table 2")
+    table = Table(
+        "lengths:<10", "seed:>4", "candidates:<12", "plan:<40", "step s:>7.3f", "over 4K:>8.1%", "as in Table 2:<3"
+    )
     matches: dict[tuple[str, bool], list[bool]] = {}
     for name, sampler in SAMPLERS.items():
         for seed in seeds:
@@ -226,10 +230,8 @@ def print_plans(inputs: Inputs, seeds: Sequence[int]) -> None:
                 plan = plan_deployment(lengths.tolist(), batch, NUM_GPUS, inputs.model, proposal=proposal)
                 matches.setdefault((name, proposal), []).append(plan.layout == wanted)
                 kind = f"{len(plan.configurations)} " + ("proposed" if proposal else "(all)")
-                print(
-                    f"   {name:<10} {seed:>4} {kind:<12} {plan.layout:<40} {plan.expected_step_s:>7.3f} {over_4k:>8.1%}"
-                    f"  {'yes' if matches[name, proposal][-1] else 'no'}"
-                )
+                agrees = "yes" if matches[name, proposal][-1] else "no"
+                table.row(name, seed, kind, plan.layout, plan.expected_step_s, over_4k, agrees)
     for (name, proposal), agreed in matches.items():
         kind = "proposed" if proposal else "all"
         print(f"   {name}, {kind} candidates: {sum(agreed)} of {len(agreed)} as in Table 2")
@@ -358,34 +360,34 @@ def print_savings(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
 
 def _print_fixed(found: Sequence[Savings]) -> None:
     """Print GPU seconds with fixed boundaries next to L Figure 8."""
-    print(
-        f"   {'fixed boundaries':<16} {'way':<38} {'GPU s':>7} {'saved %':>8} {'range':>16} {'paper %':>8} {'apart':>6}"
+    table = Table(
+        "fixed boundaries:<16", "way:<38", "GPU s:>7.1f", "saved %:>8.2f", "range:>16", "paper %:>8.2f", "apart:>+6.1f"
     )
     for kind in found[0].fixed:
         costs = np.array([[*savings.fixed[kind], savings.chosen["LobRA"]] for savings in found])
         saved = 100 * (1 - costs / costs[:, :1])
-        print(f"   {kind:<16} {'Task-Fused':<38} {costs[:, 0].mean():>7.1f}")
+        table.row(kind, "Task-Fused", costs[:, 0].mean(), *4 * [""])
         for index, (name, percent) in enumerate(PUBLISHED_SAVINGS, start=1):
             column = saved[:, index]
             spread = f"{column.min():.2f} to {column.max():.2f}"
-            print(
-                f"   {'':<16} {name:<38} {costs[:, index].mean():>7.1f} {column.mean():>8.2f} {spread:>16}"
-                f" {percent:>8.2f} {column.mean() - percent:>+6.1f}"
-            )
+            saved_percent = column.mean()
+            table.row("", name, costs[:, index].mean(), saved_percent, spread, percent, saved_percent - percent)
 
 
 def _print_chosen(found: Sequence[Savings]) -> None:
     """Print GPU seconds with boundaries chosen for each step, and the configurations next to L Table 7."""
-    print(f"   {'boundaries chosen for each step':<34} {'GPU s':>7}  {'LobRA is faster by':>18} {'range':>14}")
+    print()
+    table = Table("boundaries chosen for each step:<31", "GPU s:>7.1f", "over LobRA:>10.2f", "range:>14")
     for name in found[0].chosen:
         costs = [savings.chosen[name] for savings in found]
         ratios = [savings.chosen[name] / savings.chosen["LobRA"] for savings in found]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"   {name:<34} {statistics.mean(costs):>7.1f}  {statistics.mean(ratios):>17.2f}x {spread:>14}")
-    print(f"   {'Task-Sequential':<26} {'L Table 7':<12} {'here, by seed'}")
+        table.row(name, statistics.mean(costs), statistics.mean(ratios), spread)
+    print()
+    table = Table("Task-Sequential:<26", "L Table 7:<9", "here, by seed:<13")
     for index, (task, theirs) in enumerate(zip(SIX_TASKS, TASK_SEQUENTIAL_7B, strict=True)):
         ours = "; ".join(dict.fromkeys(savings.configurations[index] for savings in found))
-        print(f"   {task:<26} {theirs:<12} {ours}")
+        table.row(task, theirs, ours)
 
 
 def print_planning_times(inputs: Inputs, seed: int) -> None:
@@ -398,18 +400,17 @@ def print_planning_times(inputs: Inputs, seed: int) -> None:
     print(f"4. Planning time next to L Table 5 (70B there, 7B here), lognormal lengths, seed {seed}")
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     lengths, batch = all_lengths(tasks), sum(task.batch_size for task in tasks)
-    print(
-        f"   {'GPUs':>4} {'deployments':>11} {'tried':>6} {'ours s':>7} {'paper s':>8} {'step s':>7} {'Eq.2 s':>8} plan"
-    )
+    table = Table(
+        "GPUs:>4", "deployments:>11", "tried:>6", "ours s:>7.2f", "paper s:>8.2f", "step s:>7.3f", "Eq. 2 s:>8.3f",
+        "plan:<1",
+    )  # fmt: skip
     for num_gpus in (16, 32, 64, 128, 256):
         start = time.perf_counter()
         plan = plan_deployment(lengths, batch, num_gpus, inputs.model)
         seconds, stats = time.perf_counter() - start, plan.statistics
         _, _, paper_s, _ = inputs.tables["table5_70B_plan_seconds_none_proposal_both"][str(num_gpus)]
-        print(
-            f"   {num_gpus:>4} {stats.num_enumerated:>11} {stats.num_solved:>6} {seconds:>7.2f} {paper_s:>8.2f} "
-            f"{plan.expected_step_s:>7.3f} {plan.candidates[0].step_s or 0:>8.3f}  {plan.layout}"
-        )
+        predicted_s = plan.expected_step_s, plan.candidates[0].step_s or 0.0
+        table.row(num_gpus, stats.num_enumerated, stats.num_solved, seconds, paper_s, *predicted_s, plan.layout)
     sizes = [config.num_gpus for config in inputs.model.configurations]
     print(f"   Without the proposal 256 GPUs have {count_plans(256, sizes):.2e} deployments; that is refused.")
 

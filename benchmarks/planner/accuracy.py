@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
-from benchmarks.harness import CLOCKS, hand_over, in_own_process
+from benchmarks.harness import CLOCKS, Table, hand_over, in_own_process
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training.audit import measured_peak
 from benchmarks.training.baselines.hf_trainer import StepClock
@@ -194,7 +194,10 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         backbone, device="cpu", dtype=torch.float32, budget_s=options.budget, timer=CLOCKS[options.clock]
     )
     print(f"profile of {profile.device}: measured in {time.perf_counter() - start_s:.0f} s, clock: {options.clock}")
-    print("tasks tokens  step s: predicted measured error   MiB: predicted measured error   ranks")
+    table = Table(
+        "tasks:>5", "tokens:>6", "predicted s:>11.3f", "measured s:>10.3f", "error:>+6.1%",
+        "predicted MiB:>13.1f", "measured MiB:>12.1f", "error:>+6.1%", "ranks:<1",
+    )  # fmt: skip
     given = ["--threads", str(options.threads), "--steps", str(options.steps), "--clock", options.clock]
     given += ["--layers", str(options.layers), "--malloc", options.malloc]
     malloc = {"MALLOC_MMAP_THRESHOLD_": "65536"} if options.malloc == "return" else {}
@@ -205,13 +208,9 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         row = predict(tasks, measured, profile, backbone, options)
         rows.append(row)
         seconds, peaks = ((row[f"predicted_{of}"], row[f"measured_{of}"]) for of in ("s", "bytes"))
-        mib = [peak / 2**20 for peak in peaks]
-        print(
-            f"{row['num_tasks']:5d} {row['num_tokens']:6d}         {seconds[0]:9.3f} {seconds[1]:8.3f} "
-            f"{seconds[0] / seconds[1] - 1:+6.1%}        {mib[0]:8.1f} {mib[1]:8.1f} {mib[0] / mib[1] - 1:+6.1%}   "
-            f"{','.join(map(str, row['ranks']))}",
-            flush=True,
-        )
+        pairs = (seconds, [peak / 2**20 for peak in peaks])
+        values = (value for predicted, measured in pairs for value in (predicted, measured, predicted / measured - 1))
+        table.row(row["num_tasks"], row["num_tokens"], *values, ",".join(map(str, row["ranks"])))
     return rows
 
 

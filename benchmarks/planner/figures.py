@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.harness import Table
 from benchmarks.papers.simulated import write_table
 from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
 from benchmarks.planner.cluster.trace import TaskKind
@@ -356,12 +357,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"GB/s, {sheet.memory_bytes / 1e9:g} GB; assumed: {sheet.efficiency:.0%} of peak arithmetic; LoRA rank {RANK} "
         "on the four projections of attention\n"
     )
-    print(f"{'figure':<7} {'what':<86} {'paper':>26} {'ours':>8}")
     rows = []
     for name in arguments.figures:
+        table = Table("figure:<6", "what:<86", "paper:>12", "ours:>8")
         for row in FIGURES[name](arguments.device):
             rows.append(row)
-            print(f"{row.figure:<7} {row.what:<86} {row.paper:>26} {row.text:>8}")
+            table.row(row.figure, row.what, row.paper, row.text)
         print(f"\n{inspect.getdoc(FIGURES[name])}\n")
     if arguments.write:
         write_result(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.harness import Table
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import BucketLoad
@@ -157,15 +158,12 @@ def main() -> None:
         print(
             f"\n{options.instances} instances of {num_tasks[0]} to {num_tasks[1]} tasks: makespan over the best of all"
         )
-        print(f"  {'':<26} {'median':>8} {'90 %':>8} {'worst':>8} {'median, S > 1':>14}")
+        table = Table("choice:<26", "median:>8.4f", "90 %:>8.4f", "worst:>8.4f", "median, S > 1:>14.4f")
         for name, choose in CHOICES.items():
             ratios = [one.partition_s(choose(one)) / least for one, least in zip(instances, best_s, strict=True)]
             pipelined = [ratio for one, ratio in zip(instances, ratios, strict=True) if one.num_stages > 1]
             ninetieth = statistics.quantiles(ratios, n=10, method="inclusive")[-1]
-            print(
-                f"  {name:<26} {statistics.median(ratios):>8.4f} {ninetieth:>8.4f} {max(ratios):>8.4f} "
-                f"{statistics.median(pipelined):>14.4f}"
-            )
+            table.row(name, statistics.median(ratios), ninetieth, max(ratios), statistics.median(pipelined))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.harness import in_turns
+from benchmarks.harness import Table, in_turns
 from benchmarks.planner.cluster.trace import TaskKind
 from benchmarks.planner.figures_bench import LLAMA_7B
 from peft_mux.scheduler.costs.hardware import DEVICES
@@ -82,19 +82,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fusion-tasks", type=int, nargs="+", default=[100, 1000])
     arguments = parser.parse_args(argv)
     faults: list[str] = []
-    print(f"median of {arguments.repeats}, seconds\n\n{'fusion, 4 stages':<24} {'predict':>9} {'fuse':>9} {'sum':>9}")
+    print(f"median of {arguments.repeats}, seconds\n")
+    table = Table("fusion on 4 stages, tasks:>25", "predict:>7.3f", "fuse:>7.3f", "sum:>7.3f")
     for count in arguments.fusion_tasks:
         predict_s, fuse_s = time_fusion(count, 4, arguments.repeats)
-        print(f"{count:>5} tasks{'':<13} {predict_s:>9.3f} {fuse_s:>9.3f} {predict_s + fuse_s:>9.3f}")
+        table.row(count, predict_s, fuse_s, predict_s + fuse_s)
         if count <= 1000 and predict_s + fuse_s > FUSION_BOUND_S:
             faults.append(f"fusion of {count} tasks took {predict_s + fuse_s:.2f} s; the bound is {FUSION_BOUND_S:g} s")
-    print(f"\n{'planning':<24} {'policy':<12} {'seconds':>9} {'hTasks':>7} {'buckets':>7} {'predicted step':>15}")
+    print()
+    table = Table("planning:<20", "policy:<12", "seconds:>7.3f", "hTasks:>6", "buckets:>7", "predicted step s:>16.3f")
     for num_stages in arguments.stages:
         for count in arguments.tasks:
             for policy in POLICIES:
-                seconds, htasks, buckets, step_s = time_planning(count, num_stages, policy, arguments.repeats)
-                what = f"{count:>3} tasks, {num_stages} stages"
-                print(f"{what:<24} {policy:<12} {seconds:>9.3f} {htasks:>7} {buckets:>7} {step_s:>13.3f} s")
+                seconds, *outcome = time_planning(count, num_stages, policy, arguments.repeats)
+                what = f"{count} tasks, {num_stages} stages"
+                table.row(what, policy, seconds, *outcome)
                 if count <= 64 and num_stages <= 8 and seconds > PLANNING_BOUND_S:
                     faults.append(f"{what} took {seconds:.2f} s; the bound is {PLANNING_BOUND_S:g} s")
     for fault in faults:

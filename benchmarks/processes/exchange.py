@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import hand_over, in_own_process
+from benchmarks.harness import Table, hand_over, in_own_process
 from benchmarks.stored import host_kind, write_result
 from peft_mux.planning.profiling.measured_links import measure_link
 from peft_mux.scheduler.costs.hardware import DEVICES
@@ -49,13 +49,13 @@ def main() -> None:
     rows = in_own_process(
         "benchmarks.processes.exchange", "--worker", "--rounds", str(options.rounds), processes=NUM_PROCESSES
     )
-    print(f"{'tasks':>5} {'parameters':>11} {'link MB/s':>10} {'predicted ms':>12} {'measured ms':>11} {'ratio':>6}")
+    table = Table(
+        "tasks:>5", "parameters:>11,", "link MB/s:>9.0f", "predicted ms:>12.2f", "measured ms:>11.2f", "ratio:>5.2f"
+    )
     for row in rows:
-        print(
-            f"{row['num_tasks']:>5} {row['parameters']:>11,} {row['bytes_per_s'] / 1e6:>10,.0f} "
-            f"{1e3 * row['predicted_s']:>12.2f} {1e3 * row['measured_s']:>11.2f} "
-            f"{row['predicted_s'] / row['measured_s']:>6.2f}"
-        )
+        predicted_ms, measured_ms = 1e3 * row["predicted_s"], 1e3 * row["measured_s"]
+        speed = row["bytes_per_s"] / 1e6
+        table.row(row["num_tasks"], row["parameters"], speed, predicted_ms, measured_ms, predicted_ms / measured_ms)
     if options.write:
         write_result(f"exchange-{host_kind()}", {"rows": rows})
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import hand_over, in_own_process
+from benchmarks.harness import Table, hand_over, in_own_process
 from benchmarks.stored import host_kind, read_result, write_result
 
 LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}}
@@ -63,13 +63,14 @@ def print_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     Args:
         rows: what the ranks have measured of each mix.
     """
-    print("layout  tasks tokens  plans   own ms  best ms  own / best   own plan -> best plan")
+    table = Table(
+        "layout:<6", "tasks:>5", "tokens:>6", "plans:>5", "own ms:>7.1f", "best ms:>7.1f", "own / best:>10.3f",
+        "own plan -> best plan:<1",
+    )  # fmt: skip
     for row in rows:
-        print(
-            f"{row['layout']:<7} {row['num_tasks']:>5} {row['num_tokens']:>6} {row['num_plans']:>6}"
-            f" {row['own_s'] * 1e3:>8.1f} {row['best_s'] * 1e3:>8.1f} {row['own_s'] / row['best_s']:>11.3f}"
-            f"   {row['own']} -> {row['best']}"
-        )
+        own_ms, best_ms = 1e3 * row["own_s"], 1e3 * row["best_s"]
+        numbers = (row[key] for key in ("layout", "num_tasks", "num_tokens", "num_plans"))
+        table.row(*numbers, own_ms, best_ms, own_ms / best_ms, f"{row['own']} -> {row['best']}")
     summary = {}
     for layout in dict.fromkeys(row["layout"] for row in rows):
         ratios = [row["own_s"] / row["best_s"] for row in rows if row["layout"] == layout]

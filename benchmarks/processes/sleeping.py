@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness import Table
 from benchmarks.processes.sleeping_worker import Load, Settings, train, trainer_of
 from benchmarks.stored import host_kind, read_result, write_result
 from peft_mux.engine.layout import parse_layout
@@ -57,14 +58,18 @@ def main() -> None:
     options = parser().parse_args()
     torch.set_num_threads(1)
     rows = []
-    print(
-        f"{'layout':<28} {'GPUs':>4} {'slow':>5} {'planned ms':>10} {'measured ms':>11} {'error':>7} {'spread':>7}"
-        f" {'late':>6}"
-    )
+    table = Table(
+        "layout:<28", "GPUs:>4", "slow:>5.0f", "planned ms:>10.1f", "measured ms:>11.1f", "error:>+7.1%",
+        "spread:>7.1%", "late:>6.1%",
+    )  # fmt: skip
     for _ in range(options.repeats):
         for layout in options.layouts:
-            rows.append(run(layout, options))
-            print(line(rows[-1]), flush=True)
+            rows.append(row := run(layout, options))
+            spread = (max(row["steps_s"]) - min(row["steps_s"])) / row["measured_s"]
+            # Those of the device, not slowed down.
+            planned_ms, measured_ms = (1e3 * row[name] / row["slow"] for name in ("planned_s", "measured_s"))
+            facts = (row[key] for key in ("layout", "num_ranks", "slow"))
+            table.row(*facts, planned_ms, measured_ms, planned_ms / measured_ms - 1, spread, row["late_share"])
     errors = [abs(row["planned_s"] / row["measured_s"] - 1) for row in rows]
     print(f"mean error {statistics.fmean(errors):.1%}, largest {max(errors):.1%}")
     if options.write:
@@ -75,16 +80,6 @@ def main() -> None:
         kept = [row for row in stored.get(devices, {}).get("rows", ()) if row["layout"] not in new]
         contents = {"options": vars(options), "rows": [*kept, *rows]}
         write_result(name, {**{key: value for key, value in stored.items() if "x" in key}, devices: contents})
-
-
-def line(row: dict[str, Any]) -> str:
-    """Return a row of the table; milliseconds are those of the device, not slowed down."""
-    spread = (max(row["steps_s"]) - min(row["steps_s"])) / row["measured_s"]
-    planned_ms, measured_ms = (1e3 * row[name] / row["slow"] for name in ("planned_s", "measured_s"))
-    return (
-        f"{row['layout']:<28} {row['num_ranks']:>4} {row['slow']:>5.0f} {planned_ms:>10.1f} {measured_ms:>11.1f} "
-        f"{planned_ms / measured_ms - 1:>+7.1%} {spread:>7.1%} {row['late_share']:>6.1%}"
-    )
 
 
 def run(layout: str, options: argparse.Namespace, **changes: Any) -> dict[str, Any]:

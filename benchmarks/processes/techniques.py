@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.harness import Table
 from benchmarks.processes import sleeping
 from benchmarks.stored import host_kind, write_result
 
@@ -74,7 +75,7 @@ def techniques() -> dict[str, Technique]:
     return found
 
 
-def compare(name: str, technique: Technique, options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(name: str, technique: Technique, options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
     """Run all arms, print a line of each, and return them."""
     own = argparse.Namespace(**{**vars(options), "nodes": 1, **technique.options})
     rows: list[dict[str, Any]] = []
@@ -82,11 +83,8 @@ def compare(name: str, technique: Technique, options: argparse.Namespace) -> lis
         row = {"technique": name, "arm": arm, **sleeping.run(technique.layout, own, **changes)}
         faster, planned = ((row[key] / (rows or [row])[0][key]) for key in ("measured_s", "planned_s"))
         rows.append(row | {"faster": faster, "planned_faster": planned})
-        print(
-            f"{name:<32} {arm:<24} {1e3 * row['measured_s'] / row['slow']:>8.1f} {faster:>7.2f}x {planned:>7.2f}x"
-            f" {row['summed_share']:>6.0%} {row['late_share']:>6.1%}",
-            flush=True,
-        )
+        milliseconds = 1e3 * row["measured_s"] / row["slow"]
+        table.row(name, arm, milliseconds, faster, planned, row["summed_share"], row["late_share"])
     return rows
 
 
@@ -97,11 +95,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="beginnings of the names of techniques; by default all")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'technique':<32} {'arm':<24} {'ms':>8} {'faster':>8} {'planned':>8} {'sums':>6} {'late':>6}")
+    table = Table("technique:<32", "arm:<24", "ms:>8.1f", "faster:>6.2f", "planned:>7.2f", "sums:>6.0%", "late:>6.1%")
     rows = []
     for name, technique in techniques().items():
         if not options.only or name.startswith(tuple(options.only)):
-            rows += compare(name, technique, options)
+            rows += compare(name, technique, options, table)
     if options.write:
         write_result(f"techniques-{host_kind()}", {"rows": rows})
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from benchmarks.harness import CLOCKS, in_turns, ratio
+from benchmarks.harness import CLOCKS, in_turns, ratio, require_equal_losses
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training.workloads import ModelSpec
 
@@ -43,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         num_rows, num_tokens, width, num_layers, num_words = SIZES[name]
         spec = ModelSpec(width, num_layers, intermediate_size=3 * width, vocab_size=num_words)
         runs = contenders(spec, options.models, num_rows, num_tokens, options.pass_tokens)
-        require_equal({kind: run() for kind, run in runs.items()})
+        require_equal_losses(name, *(run() for run in runs.values()))
         seconds = in_turns(runs, options.repeats, CLOCKS[options.clock])
         gain = ratio(seconds["set_adapter"], seconds["calls"])
         medians = {kind: statistics.median(own) for kind, own in seconds.items()}
@@ -107,13 +106,6 @@ def contenders(
         return losses
 
     return {"calls": fused, "set_adapter": in_turn}
-
-
-def require_equal(losses: Mapping[str, Any]) -> None:
-    """Raise `RuntimeError` if the losses of both differ by more than 1e-4, relative."""
-    pairs = zip(losses["calls"], losses["set_adapter"], strict=True)
-    if any(abs(one - other) > 1e-4 * abs(other) for one, other in pairs):
-        raise RuntimeError(f"the losses of both must be equal, got {losses}.")
 
 
 if __name__ == "__main__":

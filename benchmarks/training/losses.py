@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import hand_over, in_own_process
+from benchmarks.harness import Table, hand_over, in_own_process, require_equal_losses
 from benchmarks.paths import SHARED_DATA
 from benchmarks.stored import write_result
 from benchmarks.training.audit import measured_peak
@@ -45,8 +45,10 @@ def main() -> None:
         hand_over((ours if options.contender == "ours" else in_turn)(options.losses[0], options))
         return
     print(f"{NUM_TASKS} tasks of {BATCH} rows, Llama {options.hidden_size} x {options.layers}, 1 thread, fp32")
-    print("| loss | peft_mux: s/step | TRL in turn: s/step | ratio | peft_mux: MiB | TRL, one task: MiB |")
-    print("|---|---|---|---|---|---|")
+    table = Table(
+        "loss:<6", "peft_mux, s/step:>16.3f", "TRL in turn, s/step:>19.3f", "ratio:>5.2f", "peft_mux, MiB:>13.0f",
+        "TRL, one task, MiB:>18.0f",
+    )  # fmt: skip
     sizes = ["--hidden-size", str(options.hidden_size), "--layers", str(options.layers)]
     found = {}
     for loss in options.losses:
@@ -54,15 +56,10 @@ def main() -> None:
             in_own_process("benchmarks.training.losses", "--contender", contender, "--losses", loss, *sizes)
             for contender in ("ours", "trl")
         )
-        pairs = zip(mine["first_losses"], theirs["first_losses"], strict=True)
-        if not all(abs(a - b) <= 1e-4 * abs(b) for a, b in pairs):
-            raise SystemExit(f"{loss}: first losses {mine['first_losses']}, not {theirs['first_losses']}: unequal work")
+        require_equal_losses(loss, mine["first_losses"], theirs["first_losses"])
         found[loss] = {"peft_mux": mine, "trl": theirs}
-        print(
-            f"| {loss} | {mine['step_s']:.3f} | {theirs['step_s']:.3f} | {theirs['step_s'] / mine['step_s']:.2f} | "
-            f"{mine['mib']:.0f} | {theirs['mib']:.0f} |",
-            flush=True,
-        )
+        ratio = theirs["step_s"] / mine["step_s"]
+        table.row(loss, mine["step_s"], theirs["step_s"], ratio, mine["mib"], theirs["mib"])
     if options.save:
         write_result("losses", {"losses": found})
 

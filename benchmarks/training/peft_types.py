@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,14 +22,13 @@ from peft import PeftConfig, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import in_turns
+from benchmarks.harness import Table, in_turns, require_equal_losses
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training.audit import measured_peak
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.modeling.adapters.kind import Category, entry_of
 
 NUM_TASKS, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 4096
-LOSS_TOLERANCE = 1e-4
 MIX = ("LORA", "IA3", "VERA", "MISS", "LOHA", "OFT", "LN_TUNING", "ROAD")
 
 _OTHER_TARGETS: Mapping[str, list[str]] = {
@@ -119,18 +117,12 @@ def plain(name: str, base: Any, tasks: Sequence[int]) -> Callable[[], list[float
     return run
 
 
-def check_losses(name: str, ours: list[float], theirs: list[float]) -> None:
-    """Raise an error where two sides do not do the same work; PVeRA draws for itself, and is only held to be near."""
-    tolerance = 0.05 if name == "PVERA" else LOSS_TOLERANCE
-    if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(ours, theirs, strict=True)):
-        raise RuntimeError(f"{name}: losses are {ours} of peft_mux, {theirs} of plain PEFT; the work is not equal.")
-
-
 def row_of_type(name: str, base: Any, repeats: int) -> dict[str, Any]:
     """Return what eight tasks of a type cost, and what plain PEFT costs."""
     ours = together([name] * NUM_TASKS, copy.deepcopy(base))
     theirs = plain(name, copy.deepcopy(base), range(NUM_TASKS))
-    check_losses(name, ours(), theirs())
+    # PVeRA draws for itself, and is only held to be near.
+    require_equal_losses(name, ours(), theirs(), 0.05 if name == "PVERA" else 1e-4)
     runs = {"mux": ours, "plain": theirs}
     seconds = {way: statistics.median(own) for way, own in in_turns(runs, repeats).items()}
     return {
@@ -151,7 +143,7 @@ def mix_row(base: Any, repeats: int) -> dict[str, Any]:
         runs[f"alone {name}"] = together([name], copy.deepcopy(base), number)
         runs[f"plain {name}"] = plain(name, copy.deepcopy(base), [number])
         losses += runs[f"plain {name}"]()
-    check_losses("mix", runs["together"](), losses)
+    require_equal_losses("mix", runs["together"](), losses)
     seconds = {way: statistics.median(own) for way, own in in_turns(runs, repeats).items()}
     alone, theirs = (sum(own for way, own in seconds.items() if way.startswith(kind)) for kind in ("alone", "plain"))
     return {"types": MIX, "together_s": seconds["together"], "sum_alone_s": alone, "plain_s": theirs}
@@ -167,15 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     base = backbone()
     rows = []
-    print("| type | how | mux ms | plain ms | plain / mux | mux MB | plain MB |\n|---|---|---|---|---|---|---|")
+    table = Table(
+        "type:<17", "how:<11", "mux ms:>6.0f", "plain ms:>8.0f", "plain / mux:>11.2f", "mux MB:>6.0f", "plain MB:>8.0f"
+    )
     for name in options.types:
         row = row_of_type(name, base, options.repeats)
         rows.append(row)
-        print(
-            f"| {name} | {row['category']} | {1e3 * row['mux_s']:.0f} | {1e3 * row['plain_s']:.0f} | "
-            f"{row['plain_over_mux']:.2f} | {row['mux_peak_bytes'] / 1e6:.0f} | {row['plain_peak_bytes'] / 1e6:.0f} |",
-            flush=True,
-        )
+        peaks_mb = (row[f"{way}_peak_bytes"] / 1e6 for way in ("mux", "plain"))
+        table.row(name, row["category"], 1e3 * row["mux_s"], 1e3 * row["plain_s"], row["plain_over_mux"], *peaks_mb)
     mix = mix_row(base, options.repeats)
     together, alone, theirs = mix["together_s"], mix["sum_alone_s"], mix["plain_s"]
     print(

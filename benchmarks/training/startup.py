@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.harness import Table
 from benchmarks.training.mux import quiet_arguments
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.workloads import ModelSpec
@@ -32,10 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, help="begin whole runs on a published shape, with random weights")
     options = parser.parse_args(arguments)
     backbone = ModelSpec.of_shape(options.shape, options.layers).build() if options.shape else None
-    titles = (
-        ("registered in s", "one more in s", "pass counted in s") if backbone is None else ("trainer in s", "opened")
-    )
-    print(f"{'tasks':>5} {'':>6}" + "".join(f"{title:>19}" for title in titles))
+    titles = ("registered", "one more", "pass counted") if backbone is None else ("trainer", "opened")
+    table = Table("tasks:>5", "adapters:>8", *(f"{title} in s:>17.2f" for title in titles))
     for number in options.tasks:
         for kind in ("alike", "unlike"):
             configs = configs_of(number + (backbone is None), are_alike=kind == "alike")
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 seconds = measure_parts(configs, options.layers or 32)
             else:
                 seconds = measure_run(configs, backbone, are_alike=kind == "alike")
-            print(f"{number:>5} {kind:>6}" + "".join(f"{one:>19.2f}" for one in seconds), flush=True)
+            table.row(number, kind, *seconds)
 
 
 def configs_of(num_tasks: int, *, are_alike: bool) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CLOCKS, rotated
+from benchmarks.harness import CLOCKS, UnequalWorkError, rotated
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training import report
 from benchmarks.training.audit import NUM_STEPS, audit
@@ -53,10 +53,6 @@ from benchmarks.training.workloads import MIXES, Case, ModelSpec
 
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference of a loss; contenders were seen to differ by up to 1e-6."""
-
-
-class UnequalWorkError(RuntimeError):
-    """Contenders do not train the same tasks to the same losses."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ def test_it_prints_a_line_for_each_contender(capsys: pytest.CaptureFixture[str])
     sizes = ["--tasks", "2", "--prompts", "2", "--new-tokens", "3", "--hidden-size", "64", "--layers", "1"]
     generation.main([*sizes, "--repeats", "1"])
     printed = capsys.readouterr().out
-    assert all(f"\n{name} " in printed for name in ("task by task", "adapter_names", "mux", "base"))
+    assert all(f"| {name} " in printed for name in ("task by task", "adapter_names", "mux", "base"))
 
 
 def test_contenders_that_complete_differently_are_not_compared() -> None:

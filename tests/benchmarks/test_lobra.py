@@ -21,7 +21,11 @@ def test_more_buckets_pad_less_and_from_twelve_on_hardly_make_a_step_faster(
     inputs: Inputs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_buckets(inputs, range(1), 4)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[ \d.]+", line)]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in capsys.readouterr().out.splitlines()
+        if re.fullmatch(r"[| \d.]+", line)
+    ]
     assert [int(row[0]) for row in rows] == list(NUMBERS_OF_BUCKETS)
     ratios = {int(row[0]): float(row[1]) for row in rows}
     paddings = [float(row[2]) for row in rows]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import UnequalWorkError
 from benchmarks.papers import runs
 from benchmarks.papers.runs import Contender, measure, steps_of
-from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.workloads import Case, ModelSpec
 
 CASE = Case("uniform", 2, 3, ModelSpec(hidden_size=32, num_layers=1))

@@ -55,4 +55,4 @@ def test_figures_follow_the_papers_curves() -> None:
 
 def test_planning_is_timed_for_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.main(["--repeats", "1", "--tasks", "3", "--stages", "1", "2", "--fusion-tasks", "20"]) == 0
-    assert capsys.readouterr().out.count("\n  3 tasks") == 8
+    assert capsys.readouterr().out.count("\n| 3 tasks") == 8

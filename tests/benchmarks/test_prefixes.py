@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.harness import UnequalWorkError
 from benchmarks.paths import SHARED_DATA
 from benchmarks.training.prefixes import measure
-from benchmarks.training.prefixes.__main__ import line
+from benchmarks.training.prefixes.__main__ import cells
 from benchmarks.training.prefixes.rows import SET_UPS, SetUp, batches
-from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.workloads import ModelSpec
 
 pytestmark = pytest.mark.skipif(not (SHARED_DATA / "text").is_dir(), reason="needs the texts of ../shared/data")
@@ -35,7 +35,7 @@ def test_both_sides_are_measured_on_equal_losses() -> None:
     assert 1.0 < found.computed <= found.ideal
     assert found.gain > 0
     assert (found.hf_s is None) == (found.trl_s is None) == (named(name).objective != "sft")
-    assert name in line(found)
+    assert cells(found)[0] == name
 
 
 def test_a_difference_of_losses_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,5 +45,5 @@ def test_a_difference_of_losses_ends_the_measurement(monkeypatch: pytest.MonkeyP
         return {name: loss * (1.0 if self.trainer.args.share_prefixes else 1.1) for name, loss in take(self).items()}
 
     monkeypatch.setattr(measure.Steps, "take", wrong)
-    with pytest.raises(UnequalWorkError, match="as it is: sst2: task0 step 0 has loss"):
+    with pytest.raises(UnequalWorkError, match="as it is: sst2, step 0, and share_prefixes=False: losses"):
         measure.measure(named("as it is: sst2"), TINY, num_tasks=1, rounds=1, with_hf=False, with_memory=False)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.harness import Table
 from benchmarks.papers.simulated import write_table
 from benchmarks.paths import SHARED_DATA
 from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
@@ -53,17 +54,20 @@ def run_case(name: str, spec: InstanceSpec, options: argparse.Namespace) -> list
     num_instances = options.gpus // options.gpus_per_instance
     replays = [replay(tasks, InstanceModel(system, spec), reference, num_instances, **rules) for system in SYSTEMS]
     print(f"\n{name}: {len(tasks):,} tasks submitted, replayed in {time.perf_counter() - start_s:.0f} s")
-    print(
-        f"  {'system':<9} {'tokens/s':>10} {'computed':>10} {'muxtune /':>9} {'ended':>7} {'rejected':>8} {'busy':>6}"
+    table = Table(
+        "system:<9",
+        "tokens/s:>10,.0f",
+        "computed:>10,.0f",
+        "muxtune /:>9.2f",
+        "ended:>7,",
+        "rejected:>8,",
+        "busy:>6.1%",
     )
     for one in replays:
         computed = one.computed_tokens / one.elapsed_s
         ended = sum(end_s is not None for end_s in one.end_s)
-        print(
-            f"  {one.system:<9} {one.tokens_per_s:>10,.0f} {computed:>10,.0f} "
-            f"{replays[-1].tokens_per_s / one.tokens_per_s:>9.2f} {ended:>7,} {one.num_rejected:>7,} "
-            f"{one.busy_s / one.elapsed_s / num_instances:>6.1%}"
-        )
+        ratio, busy = replays[-1].tokens_per_s / one.tokens_per_s, one.busy_s / one.elapsed_s / num_instances
+        table.row(one.system, one.tokens_per_s, computed, ratio, ended, one.num_rejected, busy)
     return replays
 
 
@@ -87,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in others:
             ratio = best.tokens_per_s / one.tokens_per_s
             rows.append({"case": name, "over": one.system, "paper": PAPER.get((name, one.system)), "ours": ratio})
-    print("\nthroughput of MuxTune's planner over                 paper   ours")
+    print("\nthroughput of MuxTune's planner")
+    table = Table("tasks:<12", "over:<9", "paper:>6.2f", "ours:>6.2f")
     for row in rows:
-        paper = f"{row['paper']:.2f}x" if row["paper"] else "-"
-        print(f"  {row['case']:<12} {row['over']:<36} {paper:>6} {row['ours']:>5.2f}x")
+        table.row(row["case"], row["over"], row["paper"] or "-", row["ours"])
     print(f"\n{__doc__}")
     if options.write:
         stem = f"cluster-{options.device.lower()}{'-quick' if options.quick else ''}"

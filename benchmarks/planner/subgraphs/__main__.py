@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from benchmarks.harness import Table
 from benchmarks.papers.simulated import write_table
 from benchmarks.planner.subgraphs.graph import Subgraph, segment
 from benchmarks.planner.subgraphs.layers import Llama7B, layer_graph
@@ -67,16 +68,16 @@ def contenders(sheet: str, lengths: Sequence[int]) -> dict[str, tuple[float, flo
 def figure_19a() -> list[tuple[str, str, str, str]]:
     """Print the speed-up over one by one, and return the rows of the documentation."""
     print("Figure 19(a): times as fast as one by one; busy: share of the time in which the compute stream runs")
-    print(f"  {'':<10} {'tasks x length':<16} {'busy alone':>10} {'overlap':>8} {'8 blocks':>9} {'paper':>6}")
+    table = Table(
+        "device:<9", "tasks x length:<14", "busy alone:>10.1%", "overlap:>8.3f", "8 blocks:>8.3f", "paper:>6.2f"
+    )
     gains: dict[int, list[float]] = {count: [] for count in FIGURE_19A}
     for sheet in LINKS:
         for count, length in itertools.product((1, 2, 3, 4), (128, 64, 32)):
             found = contenders(sheet, (length,) * count)
             base_s, busy = found.pop("one by one")
             overlap, blocks = (base_s / seconds for seconds, _ in found.values())
-            paper = f"{FIGURE_19A[count]:.2f}x" if count > 1 else "-"
-            what = f"{count} x {length}"
-            print(f"  {sheet:<10} {what:<16} {busy:>10.1%} {overlap:>7.3f}x {blocks:>8.3f}x {paper:>6}")
+            table.row(sheet, f"{count} x {length}", busy, overlap, blocks, FIGURE_19A.get(count, "-"))
             if length == 128 and count > 1:
                 gains[count].append(overlap)
     return [
@@ -111,12 +112,13 @@ def figure_18() -> list[tuple[str, str, str, str]]:
     ]
     lines = []
     print("\nFigure 18: one layer, no adapter fusion")
+    table = Table("figure:<6", "what:<50", "paper:<18", "ours:<18")
     for figure, what, name, options in rows:
         timeline = simulate_streams(order, graphs, **options)
         found = timeline.makespan_s, compute_busy_s(timeline) / timeline.makespan_s
         paper, ours = (f"{1e3 * seconds:.1f} ms, {100 * busy:.1f} %" for seconds, busy in (FIGURE_18[name], found))
         lines.append((figure, what, paper, ours))
-        print(f"  {figure:<6} {what:<50} {paper:<18} {ours}")
+        table.row(*lines[-1])
     return lines
 
 

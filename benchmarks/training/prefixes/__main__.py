@@ -11,10 +11,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.harness import hand_over
+from benchmarks.harness import Table, hand_over
 from benchmarks.paths import SHARED_DATA
 from benchmarks.stored import host_kind, read_result, write_result
 from benchmarks.training.prefixes.measure import Found, measure, peak_bytes
@@ -37,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"there are no texts in {SHARED_DATA / 'text'}: nothing is measured")
     model = ModelSpec(hidden_size=options.hidden_size, num_layers=options.layers, max_tokens=2048)
     name = f"prefixes-{host_kind()}"
-    print(_HEADER, flush=True)
+    table = Table(
+        "set-up:<35", "tokens a step:>13,.0f", "ideal:>5.2f", "computed:>8.2f", "realised:>8.2f", "of the ideal:>12.0%",
+        "s a step:>8.2f", "HF, in turn / this:>18.2f", "TRL, in turn / this:>19.2f", "memory, MB, shared / not:>24",
+    )  # fmt: skip
     stored = read_result(name, options.output)
     # Rows of other set-ups on the same backbone stay.
     rows = {row["name"]: row for row in stored["rows"]} if stored.get("model") == asdict(model) else {}
@@ -46,26 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.only is None or any(part in set_up.name for part in options.only):
             extras = {"with_hf": not options.no_hf, "with_memory": set_up.has_target and not options.no_memory}
             found = measure(set_up, model, options.tasks, options.rounds, **extras)
-            print(line(found), flush=True)
+            table.row(*cells(found))
             rows[set_up.name] = asdict(found)
             kept = [rows[one.name] for one in SET_UPS if one.name in rows]
             write_result(name, {"model": asdict(model), "rows": kept}, options.output)
 
 
-_HEADER = (
-    "| set-up | tokens a step | ideal | computed | realised | of the ideal | s a step | HF, in turn / this |"
-    " TRL, in turn / this | memory, MB: shared / not |\n|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def line(row: Found) -> str:
-    """Return a set-up's row of the table."""
-    hf, trl = ("" if one is None else f"{one / row.share_s:.2f}" for one in (row.hf_s, row.trl_s))
+def cells(row: Found) -> list[Any]:
+    """Return the cells of a set-up's row of the table."""
+    others = ("" if seconds is None else seconds / row.share_s for seconds in (row.hf_s, row.trl_s))
     memory = "" if row.peak_bytes is None else " / ".join(f"{peak / 1e6:,.0f}" for peak in row.peak_bytes)
-    return (
-        f"| {row.name} | {row.tokens:,.0f} | {row.ideal:.2f} | {row.computed:.2f} | {row.gain:.2f} |"
-        f" {row.realised:.0%} | {row.share_s:.2f} | {hf} | {trl} | {memory} |"
-    )
+    return [
+        row.name, row.tokens, row.ideal, row.computed, row.gain, row.realised, row.share_s, *others, memory
+    ]  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import in_own_process, in_turns
+from benchmarks.harness import in_own_process, in_turns, require_equal_losses
 from benchmarks.training.audit import measured_peak
 from benchmarks.training.baselines import Contender
 from benchmarks.training.baselines.hf_trainer import run_hf_trainer
 from benchmarks.training.baselines.trl_packing import run_trl_packing
 from benchmarks.training.mux import trainer_for
 from benchmarks.training.prefixes.rows import Batches, SetUp, batches
-from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.timing import now_s
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
 from peft_mux.data.packing.prefixes import sort_rows
@@ -145,10 +144,9 @@ def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, wit
 
 def _compare(name: str, other: str, losses: Sequence[dict[str, float]], others: Sequence[dict[str, float]]) -> None:
     for step, (mine, theirs) in enumerate(zip(losses, others, strict=True)):
-        for task, loss in mine.items():
-            # Written so that NaN is a difference.
-            if not abs(loss - theirs[task]) <= LOSS_TOLERANCE * max(abs(loss), 1e-3):
-                raise UnequalWorkError(f"{name}: {task} step {step} has loss {loss}, by {other} {theirs[task]}")
+        require_equal_losses(
+            f"{name}, step {step}, and {other}", list(mine.values()), [theirs[task] for task in mine], LOSS_TOLERANCE
+        )
 
 
 _OTHERS: dict[str, Contender] = {"HF's Trainer": run_hf_trainer, "TRL's": run_trl_packing}
