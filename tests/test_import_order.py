@@ -70,11 +70,8 @@ STILL_IMPORTED = {
     "reporting.run_log": "reporting.report",
     "task": "from_trl modeling.generation.options",
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
-    "trainer.loop": "trainer.plan_follower trainer.relocation",
-    "trainer.membership": "trainer.plan_follower",
-    "trainer.opening": (
-        "engine.layout planning.deployment reporting.report scheduler.replicas.time_model trainer.plan_follower"
-    ),
+    "trainer.loop": "trainer.relocation",
+    "trainer.opening": "reporting.report",
     "trainer.placement": "engine.parallelize engine.tasks.sharding",
     "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",
 }

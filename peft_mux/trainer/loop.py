@@ -25,6 +25,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
+from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
 from peft_mux.engine.executor import ChainRunner, first_line, is_out_of_memory
 from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
@@ -36,9 +37,9 @@ from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.run import Run, write_task_files
+from peft_mux.trainer.run_plans import RunPlans
 
 
 class TrainingLoop:
@@ -48,21 +49,29 @@ class TrainingLoop:
         run: the present run.
         placement: the model of this process.
         plans: the plan that is followed, the work of each step, and what it took.
+        relocation: moves the run to other replicas between steps.
+        collator: packs held-out rows into passes.
 
     Attributes:
         opening: prepares everything for the next step.
         membership: adds and removes tasks between steps, and handles those that end.
-        relocation: moves the run to other replicas between steps.
         evaluator: evaluates tasks on their held-out rows.
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
-    def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
-        self._run, self._placement, self._plans, self._measured = run, placement, plans, plans.measured
-        self.opening = Opening(run, placement, plans)
+    def __init__(
+        self,
+        run: Run,
+        placement: Placement,
+        plans: RunPlans,
+        relocation: Relocation,
+        collator: ChunkPackingCollator,
+    ) -> None:
+        self._run, self._placement, self._plans = run, placement, plans
+        self._relocation = relocation
+        self.opening = Opening(run, placement, plans, relocation.choose_replicas)
         self.membership = Membership(run, placement, plans)
-        self.relocation = Relocation(run, placement, plans)
-        self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, plans.planner.collator)
+        self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator)
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
         self.num_stream_tokens = 0
@@ -124,7 +133,7 @@ class TrainingLoop:
         run.is_updating = True
         (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
-        self._measured.record_step(result, time.perf_counter() - started)
+        self._plans.record_step(result, time.perf_counter() - started)
         run.state.global_step += 1
         run.is_updating = False
         self.num_stream_tokens += result.num_stream_tokens
@@ -235,7 +244,7 @@ class TrainingLoop:
         seconds = (time.perf_counter() - started) / len(results)
         last = results[-1]
         means = {name: sum(one.num_tokens[name] for one in results) // len(results) for name in last.num_tokens}
-        self._measured.record_step(replace(last, num_tokens=means), seconds, num_steps=len(results))
+        self._plans.record_step(replace(last, num_tokens=means), seconds, num_steps=len(results))
 
     # ------------------------------------------------------------------ before a step
 
@@ -256,16 +265,15 @@ class TrainingLoop:
             run.state.global_step,
             run.table,
             wants_stop=run.control.should_training_stop,
-            replicas=self.relocation.target,
-            last_step_s=self._measured.last_step.seconds,
-            last_passes_s=self._measured.last_step.passes_s,
+            replicas=self._relocation.target,
+            last_step_s=plans.last_step.seconds,
+            last_passes_s=plans.last_step.passes_s,
             num_commands=len(self.membership.queue.labels),
             requests=self.membership.queue.callback_labels,
         )
         self._apply_endings(endings)
         # Each process has measured its own time, and all must make the same plan.
-        self._measured.compare_step(agreement.slowest_s, agreement.passes_s)
-        plans.balance_replicas(agreement.passes_s)
+        plans.compare_step(agreement.slowest_s, agreement.passes_s)
         self.membership.apply_shared_commands(has_commands=agreement.has_commands)
         self.membership.handle_changes()
         # Before it is known whether there is another step: a task that callbacks register takes it.
@@ -283,7 +291,7 @@ class TrainingLoop:
             require_consistent(run.processes, {"tasks": facts})
         takes_step = bool(run.table.running) and not wants_stop
         # After the endings of other processes, as tasks that come or go make a move pay.
-        if takes_step and self.relocation.move_if_asked():
+        if takes_step and self._relocation.move_if_asked():
             plans.replan()
         elif takes_step:
             plans.replan_if_faster()

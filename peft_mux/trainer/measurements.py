@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,23 +13,7 @@ from peft_mux.reporting.recorders import PassReport
 from peft_mux.scheduler.plan import Plan
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run
-
-
-class StepTime(NamedTuple):
-    """What a step took on this process.
-
-    Attributes:
-        plan: the plan that the step followed; `None` if there was none.
-        num_tokens: tokens of the global batches of all tasks, on all processes.
-        seconds: seconds that the passes and updates took.
-        passes_s: seconds of these from the first pass to the end of the last one.
-    """
-
-    plan: Plan | None
-    num_tokens: int
-    seconds: float
-    passes_s: float
-
+from peft_mux.trainer.run_plans import StepTime
 
 _NO_STEP = StepTime(None, 0, 0.0, 0.0)
 _STEPS_OF_A_WINDOW = 50

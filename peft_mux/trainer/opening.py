@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,22 @@ from peft_mux.checkpoint.run_folder import (
 )
 from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
 from peft_mux.engine.agreement import require_consistent
-from peft_mux.engine.layout import AUTO, parse_layout
 from peft_mux.engine.tasks.active_task import BestMetric, LossMean, new_state, run_interval
 from peft_mux.errors import (
     CheckpointError,
     ConfigError,
     Fault,
-    UnsupportedModelError,
     installed_version,
     raise_faults,
 )
 from peft_mux.modeling.backbone.digests import fingerprint
-from peft_mux.planning.deployment import report_deployment
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import banner_lines
-from peft_mux.scheduler.replicas.time_model import ReplicaGroup, layout_text
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
+from peft_mux.trainer.run_plans import RunPlans
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
 _OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
@@ -55,10 +51,12 @@ class Opening:
         run: the run to open.
         placement: the model of this process.
         plans: makes the first plan.
+        choose_replicas: called before the model is loaded; decides on which replicas, if they are not given.
     """
 
-    def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
+    def __init__(self, run: Run, placement: Placement, plans: RunPlans, choose_replicas: Callable[[], None]) -> None:
         self._run, self._placement, self._plans = run, placement, plans
+        self._choose_replicas = choose_replicas
 
     def connect(self, resume: str | bool | None) -> str | bool | None:
         """Connect the processes and compare what they were given; return what to resume from.
@@ -211,53 +209,6 @@ class Opening:
         # The stop request of the previous training would end this one before its first step. Not later than here: once
         # signals are handled, one of them may have asked for a stop.
         run.control.should_training_stop, run.interrupted_by = False, 0
-
-    def _choose_replicas(self) -> None:
-        """With `replicas="auto"`, take the fastest replicas that use all processes, unless a model is loaded.
-
-        Raises:
-            ConfigError: if no replicas can train these tasks on these processes, or the model is an object.
-        """
-        run, placement, processes = self._run, self._placement, self._run.processes
-        if run.args.replicas != AUTO or processes.is_alone or placement.is_loaded:
-            return
-        if not isinstance(placement.source.model, str):
-            raise ConfigError(
-                'args.replicas="auto" needs a model that is a hub id or folder, from which every process reads its '
-                "part, got a model object. Give the trainer the folder of the model."
-            )
-        chosen, refused = "", ""
-        if processes.is_main:  # predicted times differ between processes
-            report = report_deployment(self._plans.planner, run.table.plannable)
-            plan, num_processes = report.plan, processes.world_size
-            # The chosen deployment is the first. Last come equal replicas, as what is fastest may leave processes idle.
-            every = [zip(plan.configurations, one.counts, strict=True) for one in plan.candidates]
-            every += [
-                zip([row.config], [num_processes // row.config.num_gpus], strict=True)
-                for row in report.configs
-                if row.max_tokens >= plan.longest
-            ]
-            for counts in every:
-                text = layout_text(tuple(ReplicaGroup(config, count, 0) for config, count in counts if count))
-                layout = parse_layout(text)
-                if layout.world_size != num_processes:
-                    continue
-                try:
-                    placement.part_for_layout(layout)
-                except (ConfigError, UnsupportedModelError) as error:
-                    refused = refused or f": {error}"
-                else:
-                    chosen = text
-                    break
-        chosen, refused = processes.gather((chosen, refused))[0]
-        if not chosen:
-            raise ConfigError(
-                f'args.replicas="auto" found no replicas that use all {processes.world_size} processes{refused}. Start '
-                "another number of processes, or set replicas."
-            )
-        layout = parse_layout(chosen)
-        if layout != run.layout:
-            placement.change_part(placement.part_for_layout(layout))
 
     def _restore(self, root: Path, backbone: str) -> None:
         """Start all tasks and put them back to where a run's newest state left them.

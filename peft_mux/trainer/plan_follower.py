@@ -9,7 +9,7 @@ from typing import Any
 from peft_mux.engine.dispatch import BatchRows, DispatchedShares
 from peft_mux.engine.steps import BatchesAhead, StepSource
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.engine.work import StepWork
+from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PeftMuxError
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import run_time_model
@@ -24,6 +24,7 @@ from peft_mux.task import TaskStatus
 from peft_mux.trainer.measurements import Measurements
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run
+from peft_mux.trainer.run_plans import StepTime
 
 _SAVED_AS = "time factor, "
 _MOST_TOKENS = "most tokens of a pass"
@@ -249,6 +250,10 @@ class PlanFollower:
             self._steps.prepare(run for run in running if run.name not in works[0].failures)
         return works
 
+    def forget(self, task: str) -> None:
+        """Forget the rows of a task that were read before their step."""
+        self.ahead.drop(task)
+
     def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
         """Return the same step in smaller passes, and plan for passes of at most `max_tokens` from now on.
 
@@ -264,11 +269,22 @@ class PlanFollower:
         self.measured.count_passes(self._steps.plan, again, repeats=True)
         return replace(again, failures={**work.failures, **again.failures})
 
-    def balance_replicas(self, process_s: Sequence[float]) -> None:
-        """Give slow replicas fewer rows from now on, if measured times are applied.
+    @property
+    def last_step(self) -> StepTime:
+        """What the last step took on this process, until all processes have compared it."""
+        return self.measured.last_step
+
+    def record_step(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> None:
+        """Remember what the last step took on this process; see `Measurements.record_step`."""
+        self.measured.record_step(result, seconds, num_steps=num_steps)
+
+    def compare_step(self, seconds: float, process_s: Sequence[float]) -> None:
+        """Compare the last step with its prediction, and give slow replicas fewer rows if measured times are applied.
 
         Args:
+            seconds: what the step took on the slowest process.
             process_s: seconds of the passes of each process in the last step, by rank; zeros if there was none.
         """
+        self.measured.compare_step(seconds, process_s)
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)

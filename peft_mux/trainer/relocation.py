@@ -1,4 +1,4 @@
-"""`Relocation`: moves a run to other replicas between two steps (L section 5.1, dynamic batches).
+"""`Relocation`: chooses the replicas of a run, and moves it to others between two steps (L section 5.1).
 
 A move saves all tasks, builds every part of the model again and resumes from what was saved. The backbone is read again
 from its source, never written.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 
 from peft_mux.checkpoint.task_state import TaskState, put_snapshot
-from peft_mux.engine.layout import layout_of_text, parse_layout
+from peft_mux.engine.layout import AUTO, layout_of_text, parse_layout
 from peft_mux.engine.parallelize import ModelPart
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
+from peft_mux.planning.deployment import report_deployment
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, layout_text
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -59,6 +61,53 @@ class Relocation:
         self._target = target
         if not self._run.is_in_train:
             self._move(target)
+
+    def choose_replicas(self) -> None:
+        """With `replicas="auto"`, take the fastest replicas that use all processes, unless a model is loaded.
+
+        Raises:
+            ConfigError: if no replicas can train these tasks on these processes, or the model is an object.
+        """
+        run, placement, processes = self._run, self._placement, self._run.processes
+        if run.args.replicas != AUTO or processes.is_alone or placement.is_loaded:
+            return
+        if not isinstance(placement.source.model, str):
+            raise ConfigError(
+                'args.replicas="auto" needs a model that is a hub id or folder, from which every process reads its '
+                "part, got a model object. Give the trainer the folder of the model."
+            )
+        chosen, refused = "", ""
+        if processes.is_main:  # predicted times differ between processes
+            report = report_deployment(self._plans.planner, run.table.plannable)
+            plan, num_processes = report.plan, processes.world_size
+            # The chosen deployment is the first. Last come equal replicas, as what is fastest may leave processes idle.
+            every = [zip(plan.configurations, one.counts, strict=True) for one in plan.candidates]
+            every += [
+                zip([row.config], [num_processes // row.config.num_gpus], strict=True)
+                for row in report.configs
+                if row.max_tokens >= plan.longest
+            ]
+            for counts in every:
+                text = layout_text(tuple(ReplicaGroup(config, count, 0) for config, count in counts if count))
+                layout = parse_layout(text)
+                if layout.world_size != num_processes:
+                    continue
+                try:
+                    placement.part_for_layout(layout)
+                except (ConfigError, UnsupportedModelError) as error:
+                    refused = refused or f": {error}"
+                else:
+                    chosen = text
+                    break
+        chosen, refused = processes.gather((chosen, refused))[0]
+        if not chosen:
+            raise ConfigError(
+                f'args.replicas="auto" found no replicas that use all {processes.world_size} processes{refused}. Start '
+                "another number of processes, or set replicas."
+            )
+        layout = parse_layout(chosen)
+        if layout != run.layout:
+            placement.change_part(placement.part_for_layout(layout))
 
     @property
     def target(self) -> str:

@@ -6,10 +6,10 @@ The trainer makes the parts of a run; each of its methods asks one of them::
     Placement              the model of this process                                                placement.py
     PlanFollower           owns the plan: which tasks share their passes, and the work of each step plan_follower.py
       .measured            what steps took, compared with their plan, and slow replicas             measurements.py
+    Relocation             chooses replicas, and moves the run to others                            relocation.py
     TrainingLoop           takes the steps of `train`, and does what is due between them            loop.py
       .opening             begins and resumes a training                                            opening.py
       .membership          tasks that come, pause, end and leave                                    membership.py
-      .relocation          moves the run to other replicas                                          relocation.py
       .evaluator           held-out rows, early stopping                                            evaluation.py
     Control                requests from other programs through the run folder                      control.py
     Reporter               the reports at the end                                                   reporter.py
@@ -81,6 +81,7 @@ from peft_mux.trainer.inputs import (
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder, write_task_files
 from peft_mux.user_code import watching_model
@@ -194,12 +195,14 @@ class MultiTaskTrainer(Trainer):
 
         run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table)
         placement = Placement(run, source, described)
-        planner = Planner(placement.outline, source, run_args, make_collator(run_args), run.layout.num_replicas)
+        collator = make_collator(run_args)
+        planner = Planner(placement.outline, source, run_args, collator, run.layout.num_replicas)
         plans = PlanFollower(run, placement, planner)
         self._run, self._placement, self._plans = run, placement, plans
-        self._loop = loop = TrainingLoop(run, placement, plans)
+        self._relocation, self._reporter = Relocation(run, placement, plans), Reporter(run, plans)
+        self._loop = loop = TrainingLoop(run, placement, plans, self._relocation, collator)
         self._membership, self._evaluator = loop.membership, loop.evaluator
-        self.control_channel, self._reporter = Control(run, loop.membership), Reporter(run, plans)
+        self.control_channel = Control(run, loop.membership)
         moves = {"enabled": not run_args.disable_tqdm, "device": run_args.device}
         run.log.make_progress = lambda: make_progress(**moves, is_main_process=run.log.is_shown)
         placement.on_change = self._use_model
@@ -655,7 +658,7 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
-        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._loop.relocation.redeploy(replicas))
+        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
 
 
 def _refusing(name: str, instead: str) -> Callable[..., Any]:
