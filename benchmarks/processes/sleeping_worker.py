@@ -319,109 +319,82 @@ class SleepingDevice:
         """Put this device under the engine of this process, for as long as it lives."""
         device = self
 
-        def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            setattr(owner, name, make(getattr(owner, name)))
+        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+            """Have a function of the engine called by another one, which gets it first, and then its arguments."""
+            inner = getattr(owner, name)
+            setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
 
         def runs(batch: Any) -> bool:
             return device.is_on and torch.is_grad_enabled() and isinstance(batch, MuxBatch)
 
-        def whole_forward(inner: Any) -> Any:
-            def forward(model: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
-                if not runs(batch):
-                    return inner(model, batch, *args, **kwargs)
-                output = device.compute(batch, "forward", lambda: inner(model, batch, *args, **kwargs))
-                output.losses.slept_for = batch
-                return output
+        def whole_forward(inner: Any, model: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not runs(batch):
+                return inner(model, batch, *args, **kwargs)
+            output = device.compute(batch, "forward", lambda: inner(model, batch, *args, **kwargs))
+            output.losses.slept_for = batch
+            return output
 
-            return forward
+        def stage_forward(inner: Any, stage: Any, virtual_stage: int, batch: Any, hidden_TD: Any) -> Any:
+            if not runs(batch):
+                return inner(stage, virtual_stage, batch, hidden_TD)
+            passed = device.compute(batch, "forward", lambda: inner(stage, virtual_stage, batch, hidden_TD))
+            passed.output.slept_for = batch
+            return passed
 
-        def stage_forward(inner: Any) -> Any:
-            def forward(stage: Any, virtual_stage: int, batch: Any, hidden_TD: Any) -> Any:
-                if not runs(batch):
-                    return inner(stage, virtual_stage, batch, hidden_TD)
-                passed = device.compute(batch, "forward", lambda: inner(stage, virtual_stage, batch, hidden_TD))
-                passed.output.slept_for = batch
-                return passed
+        def backward(inner: Any, output: Any, gradient: Any, kept: Any) -> None:
+            batch = getattr(output, "slept_for", None)
+            if batch is None:
+                inner(output, gradient, kept)
+            else:
+                device.compute(batch, "backward", lambda: inner(output, gradient, kept))
 
-            return forward
+        def begin(inner: Any, sync: Any, work: Any) -> None:
+            inner(sync, work)
+            if device.is_on:
+                sync.processes.wait_for_all()
+                device.begun_s = time.perf_counter()
 
-        def backward(inner: Any) -> Any:
-            def pass_backward(output: Any, gradient: Any, kept: Any) -> None:
-                batch = getattr(output, "slept_for", None)
-                if batch is None:
-                    inner(output, gradient, kept)
-                else:
-                    device.compute(batch, "backward", lambda: inner(output, gradient, kept))
+        def finish(inner: Any, sync: Any, result: Any) -> Any:
+            passed_s = time.perf_counter()
+            outcome = inner(sync, result)
+            if device.is_on:
+                device.passed_s.append(passed_s - device.begun_s)
+                sleep_until(time.perf_counter() + device.update_s)
+                device.marks.append((device.begun_s, time.perf_counter()))
+                device.planned_s.append(device.trainer._plans.current.step_s)
+            return outcome
 
-            return pass_backward
+        def shards(inner: Any, links: Any, tensor: torch.Tensor) -> Any:
+            if device.is_on and links.size > 1:
+                return device.sum_shards(tensor, lambda: inner(links, tensor))
+            return inner(links, tensor)
 
-        def begin(inner: Any) -> Any:
-            def begin_step(sync: Any, work: Any) -> None:
-                inner(sync, work)
-                if device.is_on:
-                    sync.processes.wait_for_all()
-                    device.begun_s = time.perf_counter()
+        def gradients(inner: Any, processes: Any, tensor: torch.Tensor, ranks: Any = None) -> Any:
+            if device.is_on:
+                return device.sum_gradients(processes, tensor, ranks, lambda: inner(processes, tensor, ranks))
+            return inner(processes, tensor, ranks)
 
-            return begin_step
+        def put(inner: Any, channel: Any, key: Any, tensor: torch.Tensor) -> None:
+            if channel._group is not None:
+                stamp = torch.tensor([device.arrival_s(channel, tensor.nbytes)], dtype=torch.float64)
+                sent = dist.isend(stamp, dst=channel._peer, group=channel._group)
+                channel.__dict__.setdefault("stamps", []).append((stamp, sent))
+            inner(channel, key, tensor)
 
-        def finish(inner: Any) -> Any:
-            def finish_step(sync: Any, result: Any) -> Any:
-                passed_s = time.perf_counter()
-                found = inner(sync, result)
-                if device.is_on:
-                    device.passed_s.append(passed_s - device.begun_s)
-                    sleep_until(time.perf_counter() + device.update_s)
-                    device.marks.append((device.begun_s, time.perf_counter()))
-                    device.planned_s.append(device.trainer._plans.current.step_s)
-                return found
+        def post(inner: Any, channel: Any) -> None:
+            if channel._expected:
+                stamp = torch.empty(1, dtype=torch.float64)
+                work = dist.irecv(stamp, src=channel._peer, group=channel._group)
+                channel.__dict__.setdefault("arrivals", {})[channel._expected[0].key] = stamp, work
+            inner(channel)
 
-            return finish_step
-
-        def shards(inner: Any) -> Any:
-            return lambda links, tensor: (
-                device.sum_shards(tensor, lambda: inner(links, tensor))
-                if device.is_on and links.size > 1
-                else inner(links, tensor)
-            )
-
-        def gradients(inner: Any) -> Any:
-            return lambda processes, tensor, ranks=None: (
-                device.sum_gradients(processes, tensor, ranks, lambda: inner(processes, tensor, ranks))
-                if device.is_on
-                else inner(processes, tensor, ranks)
-            )
-
-        def put(inner: Any) -> Any:
-            def send(channel: Any, key: Any, tensor: torch.Tensor) -> None:
-                if channel._group is not None:
-                    stamp = torch.tensor([device.arrival_s(channel, tensor.nbytes)], dtype=torch.float64)
-                    channel.__dict__.setdefault("stamps", []).append(
-                        (stamp, dist.isend(stamp, dst=channel._peer, group=channel._group))
-                    )
-                inner(channel, key, tensor)
-
-            return send
-
-        def post(inner: Any) -> Any:
-            def receive(channel: Any) -> None:
-                if channel._expected:
-                    stamp = torch.empty(1, dtype=torch.float64)
-                    work = dist.irecv(stamp, src=channel._peer, group=channel._group)
-                    channel.__dict__.setdefault("arrivals", {})[channel._expected[0].key] = stamp, work
-                inner(channel)
-
-            return receive
-
-        def take(inner: Any) -> Any:
-            def arrive(channel: Any, key: Any) -> torch.Tensor:
-                message = inner(channel, key)
-                stamp, work = channel.__dict__.get("arrivals", {}).pop(key, (None, None))
-                if stamp is not None:
-                    work.wait()
-                    sleep_until(float(stamp))
-                return message
-
-            return arrive
+        def take(inner: Any, channel: Any, key: Any) -> torch.Tensor:
+            message = inner(channel, key)
+            stamp, work = channel.__dict__.get("arrivals", {}).pop(key, (None, None))
+            if stamp is not None:
+                work.wait()
+                sleep_until(float(stamp))
+            return message
 
         wrap(MultiTaskPeftModel, "forward", whole_forward)
         wrap(StageModel, "forward", stage_forward)
