@@ -50,22 +50,8 @@ ROOMS = (
 """The parts of the package, from the ground up: each imports only itself and what stands before it."""
 
 STILL_IMPORTED = {
-    "engine.executor": "modeling.adapters.prompts.prompts",
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",
     "engine.tasks.setup": "modeling.generation.held_out_prompts",
-    "modeling.adapters.files": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts"
-    ),
-    "modeling.adapters.injection": "modeling.adapters.copies",
-    "modeling.adapters.lora.lora_kind": "modeling.adapters.sliced",
-    "modeling.model": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
-        "modeling.adapters.tuners"
-    ),
-    "modeling.registry": (
-        "modeling.adapters.copies modeling.adapters.prompts.prompt_kind modeling.adapters.prompts.prompts "
-        "modeling.adapters.tuners"
-    ),
     "reporting.callbacks": "reporting.trackers",
     "reporting.run_log": "reporting.report",
     "task": "from_trl modeling.generation.options",

@@ -34,9 +34,9 @@ Documented = ast.Module | ast.ClassDef | Function
 Graph = Mapping[str, set[str]]
 """The modules that each module imports."""
 WINGS = {
-    "adapters": "modeling.adapters.bottleneck modeling.adapters.catalogue modeling.adapters.copies "
+    "adapters": "modeling.adapters.bottleneck modeling.adapters.catalogue "
     "modeling.adapters.diff_pruning modeling.adapters.prompts modeling.adapters.sliced "
-    "modeling.adapters.special_kinds modeling.adapters.tuners",
+    "modeling.adapters.special_kinds",
     "losses": "modeling.objectives.classification modeling.objectives.distill modeling.objectives.user_loss "
     "modeling.objectives.policy modeling.objectives.preference data.preferences",
     "generation": "modeling.generation",

@@ -49,7 +49,6 @@ from peft_mux.engine.prepasses import Prepasses
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept
@@ -182,7 +181,6 @@ class Executor(Prepasses):
             ConfigError: if gradients are switched off.
         """
         require_gradients()
-        project_prompts(self.model, work.tasks)
         micro_batches = self.with_reference_values(work.micro_batches, work.tasks, total=self.sync.total)
         self.sync.begin(work)
         self.clock.start_step()

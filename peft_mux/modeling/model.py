@@ -12,7 +12,6 @@ sequence, C classes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import set_adapter
+from peft.tuners.tuners_utils import BaseTunerLayer, set_adapter
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -31,17 +31,10 @@ from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters.checks import check_configs
 from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.injection import Origin, injecting, own_copy
-from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
-from peft_mux.modeling.adapters.prompts.prompts import (
-    open_without_tuner,
-    plain_call,
-    prompt_pass,
-    without_layers,
-)
+from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.trained_parts import only_rows_of, select_biases
 from peft_mux.modeling.adapters.tuners import merge_and_unload
-from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows
+from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows, Prefixes
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention
 from peft_mux.modeling.backbone.liger import unfuse
 from peft_mux.modeling.backbone.modules import is_meta, language_model, modules_below_adapters, without_head
@@ -127,6 +120,7 @@ class TaskView:
 
     def __init__(self, model: MultiTaskPeftModel, name: str) -> None:
         self._model, self._name, self._adapter = model, name, model.adapter_of(name)
+        self._kind = model.registry.kind_of(name)
 
     @contextmanager
     def selected(self) -> Iterator[MultiTaskPeftModel]:
@@ -154,7 +148,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}"), a forward pass')
         with self.selected() as model:
-            return plain_call(model, self._adapter, args, kwargs)
+            return self._kind.call(model, self._adapter, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with this task's adapter, as `PeftModel.generate` does.
@@ -165,7 +159,7 @@ class TaskView:
         require_all_layers(self._model, f'task_view("{self._name}").generate')
         require_words(self._model, self._name, f'task_view("{self._name}").generate')
         with self.selected() as model:
-            return plain_call(model, self._adapter, args, kwargs, generate=True)
+            return self._kind.call(model, self._adapter, args, kwargs, generate=True)
 
     def merge_and_unload(self) -> Any:
         """Return the backbone with this task's adapter merged in; as in PEFT, the adapters are gone afterwards.
@@ -254,15 +248,7 @@ class MultiTaskPeftModel(PeftModel):
         config, adapter = own_copy(peft_configs[first], model), self.registry.next_adapter
         try:
             with injecting(first, config, seeds.get(first, 42)) as draws:
-                if kind_of(config).has_targets:
-                    with warnings.catch_warnings():
-                        # PEFT reads an older name of transformers, which no user can do anything about.
-                        old = ".*is_gradient_checkpointing.*"
-                        warnings.filterwarnings("ignore", message=old, category=FutureWarning)
-                        super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
-                else:
-                    open_without_tuner(self, model, config, adapter)
-                    self.registry.tuners.inject(self, adapter, config)
+                kind_of(config).open(self, model, adapter, config)
             self.objectives = TaskObjectives(self.backbone)
             self.registry.take_in(self, first, peft_configs[first], num_labels.get(first), draws)
             trained = {id(parameter) for parameter in self.registry.parameters()}
@@ -525,8 +511,8 @@ class MultiTaskPeftModel(PeftModel):
         require_all_layers(self, "a forward pass")
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
-            if self._has_active_prompt:
-                return plain_call(self, self.active_adapter, args, kwargs)
+            if (kind := self._active_prompt_kind) is not None:
+                return kind.call(self, self.active_adapter, args, kwargs)
             return super().forward(*args, **kwargs)
         self.prepare_pass(mux_batch.task_names)
         with self.multiplexing(mux_batch, routing=self.routed(mux_batch)):
@@ -598,14 +584,15 @@ class MultiTaskPeftModel(PeftModel):
 
     @contextmanager
     def unchanging_weights(self, tasks: Iterable[str]) -> Iterator[None]:
-        """Update the copies of weights that kernels read once for all passes of the `with` block.
+        """Prepare weights for the passes of a step: update the copies that kernels read once for all of them.
 
         Args:
-            tasks: tasks whose weights nothing changes in the block.
+            tasks: tasks of the step, whose weights nothing changes in the `with` block.
         """
         self._unchanging = frozenset(tasks)
         try:
             for name in self._unchanging:
+                self.registry.kind_of(name).begin_step(self, self.adapter_of(name))
                 self.registry.slab_of(name).refresh_copies()
             yield
         finally:
@@ -657,20 +644,9 @@ class MultiTaskPeftModel(PeftModel):
         position_ids = batch.computed(batch.position_ids) + position_offset(backbone)
         arguments: dict[str, Any] = {"input_ids": batch.computed(batch.input_ids), "position_ids": position_ids}
         # Prompts are computed once for the whole pass: where activations are recomputed, they read the same ones.
-        prompts = prompt_pass(self, batch)
-        if prompts is not None:
-            assert attention is None, "passes with prompts are not captured"
-            if prompts.position_shift is not None:
-                arguments["position_ids"] = position_ids + batch.computed(prompts.position_shift)
-            if prompts.rows is not None and prompts.embeddings is not None:
-                words_1TD = backbone.get_input_embeddings()(arguments.pop("input_ids"))
-                embeddings = prompts.embeddings.to(words_1TD.dtype)
-                # Copied into place, not masked: a task's NaN stays in its rows, and so do gradients. Tasks with virtual
-                # tokens share none, so each of these has a row of its own.
-                virtual_rows = batch.rows_of(prompts.rows)
-                arguments["inputs_embeds"] = words_1TD.squeeze(0).index_copy(0, virtual_rows, embeddings).unsqueeze(0)
+        prefixes = self._put_prompts(batch, arguments)
+        assert prefixes is None or attention is None, "passes with prompts are not captured"
         if attention is None:
-            prefixes = None if prompts is None else prompts.prefixes
             attention = AttentionStream(self.stream, batch, self.module_names, prefixes, rows)
         arguments["mux_stream"] = attention
         if batch.token_type_ids is not None:
@@ -759,14 +735,36 @@ class MultiTaskPeftModel(PeftModel):
     # --------------------------------------------------------------- prompts
 
     @property
-    def _has_active_prompt(self) -> bool:
-        return self.has_prompts and self.active_adapter in encoders_of(self)
+    def _active_prompt_kind(self) -> AdapterKind | None:
+        """The kind of the active adapter if it is a prompt, of which PEFT's own forward knows nothing."""
+        kind = kind_of(self.peft_config[self.active_adapter])
+        return kind if self.has_prompts and not kind.has_targets else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the active adapter, as PEFT does."""
-        if self._has_active_prompt:
-            return plain_call(self, self.active_adapter, args, kwargs, generate=True)
+        if (kind := self._active_prompt_kind) is not None:
+            return kind.call(self, self.active_adapter, args, kwargs, generate=True)
         return super().generate(*args, **kwargs)
+
+    def _put_prompts(self, batch: MuxBatch, arguments: dict[str, Any]) -> Prefixes | None:
+        """Put prompts before the rows of their tasks, in the arguments of the backbone; return keys and values.
+
+        Raises:
+            ConfigError: if rows do not begin with the virtual tokens that their task's prompt has.
+        """
+        kind = self.registry.prompt_kind if self.has_prompts else None
+        if kind is None and not batch.virtual_tokens:
+            return None
+        labels = {} if kind is None else self.virtual_labels
+        counts = batch.virtual_tokens or (0,) * len(batch.task_names)
+        for name, got in zip(batch.task_names, counts, strict=True):
+            if got != (wanted := len(labels.get(name, ()))):
+                raise ConfigError(
+                    f'task "{name}" must have rows with {wanted} virtual tokens, as many as its prompt has in this '
+                    f"pass, got {got}. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or "
+                    "without them where adapters are off."
+                )
+        return None if kind is None else kind.put_before_rows(self, batch, arguments)
 
     @property
     def virtual_labels(self) -> dict[str, tuple[int, ...]]:
@@ -781,13 +779,22 @@ class MultiTaskPeftModel(PeftModel):
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Switch all adapters off for the time of the `with` block, as PEFT does; prompts too."""
-        if not encoders_of(self):
+        if self.registry.prompt_kind is None:
             with super().disable_adapter():
                 yield
             return
         # PEFT would ask the type of the active adapter alone.
-        with without_layers(self.backbone), temporary_attributes(self, has_prompts=False):
-            yield
+        parts = [
+            part for part in self.backbone.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
+        try:
+            for part in parts:
+                part.enable_adapters(False)
+            with temporary_attributes(self, has_prompts=False):
+                yield
+        finally:
+            for part in parts:
+                part.enable_adapters(True)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

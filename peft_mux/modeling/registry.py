@@ -23,8 +23,6 @@ from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.config import can_be_copied, equal_but_for_alpha
 from peft_mux.modeling.adapters.lora.lora_kind import set_alpha
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
-from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
-from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.trained_parts import add_biases, forget_biases, hidden_copies
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import head_kind_for, is_meta, modules_outside_text
@@ -106,6 +104,15 @@ class TaskRegistry:
         """Return whether a task was added with a configuration, or has it now (PEFT completes what it is given)."""
         task = self._held(name)
         return config.to_dict() in (task.given, model.peft_config[task.adapter].to_dict())
+
+    def kind_of(self, name: str) -> AdapterKind:
+        """Return the kind of a task's adapter."""
+        return self._held(name).kind
+
+    @property
+    def prompt_kind(self) -> AdapterKind | None:
+        """A kind of prompts that some task has; `None` if there is none."""
+        return next((task.kind for task in self._tasks.values() if not task.kind.has_targets), None)
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
         """Return a task's own parameters, by their PEFT names without the adapter id."""
@@ -374,13 +381,9 @@ class TaskRegistry:
                 f"tasks.{name}.peft_config.target_modules must include modules of the language model, because only "
                 f"rows of text are trained on, got only modules outside it ({', '.join(outside)})."
             )
-        if adapter in (encoders := encoders_of(model)):
-            # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge.
-            # Heads are trained even if they have no gradients yet, as those of adapters that are not active.
-            parameters = {
-                key: item for key, item in parameters.items() if item.requires_grad or not key.startswith(PREFIX)
-            }
-            adopt_encoder(encoders[adapter], completed)
+        # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge. All others are
+        # trained even if they have no gradients yet, as those of adapters that are not active.
+        parameters = {key: item for key, item in parameters.items() if item.requires_grad or not key.startswith(PREFIX)}
         if not any(parameter.numel() for parameter in parameters.values()):
             raise ConfigError(
                 f"tasks.{name}.peft_config must have target modules that its type can adapt, with ranks below their "

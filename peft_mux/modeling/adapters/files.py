@@ -21,16 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.copies import only_adapter
-from peft_mux.modeling.adapters.kind import PREFIX
+from peft_mux.modeling.adapters.kind import EMBEDDINGS, PREFIX, kind_of
 from peft_mux.modeling.adapters.lora.lora_kind import DoubledRank
-from peft_mux.modeling.adapters.prompts.prompt_kind import encoders_of
-from peft_mux.modeling.adapters.prompts.prompts import (
-    EMBEDDINGS,
-    load_prompt,
-    prompt_keys,
-    prompt_state,
-    saved_tensor,
-)
 from peft_mux.modeling.adapters.trained_parts import OWN, biases_unsaid
 from peft_mux.modeling.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, digest_file, load_tensors, verify_checksums
@@ -55,8 +47,9 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
     parameters = _parameters_of(model, adapter)
-    if adapter in encoders_of(model):
-        return prompt_state(model, adapter, parameters)
+    tensors = kind_of(model.peft_config[adapter]).to_file(model, adapter, parameters)
+    if tensors is not None:
+        return tensors
     with (
         model.alone(adapter),
         biases_unsaid([model.peft_config[adapter]]),
@@ -128,10 +121,9 @@ def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, t
     """
     if weights is None:
         state = adapter_state(model, adapter)
-    elif adapter in encoders_of(model):
-        state = prompt_state(model, adapter, weights)
     else:
-        state = {saved_key(key): weights[key] for key in weights}
+        tensors = kind_of(model.peft_config[adapter]).to_file(model, adapter, weights)
+        state = {saved_key(key): weights[key] for key in weights} if tensors is None else tensors
     state |= _echoes(model, adapter)
     # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
     state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
@@ -200,12 +192,15 @@ def matching_weights(model: Any, adapter: str, folder: Path) -> dict[str, torch.
 def load_adapter(model: Any, adapter: str, folder: Path) -> None:
     """Read an adapter's weights; a `CheckpointError` as of `matching_weights`."""
     state = matching_weights(model, adapter, folder)
-    if adapter in encoders_of(model):
-        load_prompt(model, adapter, state, _parameters_of(model, adapter))
+    parameters = _parameters_of(model, adapter)
+    weights = kind_of(model.peft_config[adapter]).from_file(model, adapter, state, parameters)
+    if weights is not None:
+        for name, parameter in parameters.items():
+            parameter.data.copy_(weights[name])
         return
     with model.alone(adapter):
         form = DoubledRank(model.backbone, adapter)
-        for name, parameter in _parameters_of(model, adapter).items():
+        for name, parameter in parameters.items():
             if name.endswith(f".{OWN}"):  # which PEFT would write into the backbone
                 parameter.data.copy_(state.pop(saved_key(name)))
         set_peft_model_state_dict(model, form.loaded(state), adapter_name=adapter)
@@ -226,22 +221,20 @@ def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Pi
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
-    is_prompt = adapter in encoders_of(model)
     with model.alone(adapter):
         form = DoubledRank(model.backbone, adapter)
-    keys = prompt_keys(list(pieces)) if is_prompt else {name: saved_key(name) for name in pieces}
-    weights: dict[str, Any] = {}
+    weights = kind_of(model.peft_config[adapter]).from_file(model, adapter, state, pieces)
+    if weights is None:
+        keys = {name: _key_in(state, name) for name in pieces}
+        weights = {name: state[key] for name, key in keys.items() if key in state}
     for name, piece in pieces.items():
-        key = keys[name]
-        found = saved_tensor(state, key, piece.shape) if is_prompt else state.get(_key_in(state, name))
-        shape = form.shape(key, piece.shape)
-        if found is None or tuple(found.shape) != shape:
-            got = "nothing" if found is None else f"shape {list(found.shape)}"
+        shape, tensor = form.shape(saved_key(name), piece.shape), weights.get(name)
+        if tensor is None or tuple(tensor.shape) != shape:
+            got = "nothing" if tensor is None else f"shape {list(tensor.shape)}"
             raise CheckpointError(
-                f"{folder}: {key} must be {list(shape)}, as in an adapter of the same configuration on the same "
-                f"backbone, got {got}."
+                f"{folder}: {saved_key(name)} must be {list(shape)}, as in an adapter of the same configuration on the "
+                f"same backbone, got {got}."
             )
-        weights[name] = found
     if not form.layers:
         return weights
     state = form.loaded(state)

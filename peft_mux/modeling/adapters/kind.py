@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,19 +21,30 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftType
+from peft import PeftConfig, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import Fault, UnsupportedModelError
-from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
+from peft_mux.modeling.attention.attention_stream import Prefixes
+from peft_mux.modeling.backbone.modules import (
+    adaptable_modules,
+    classifier_around,
+    head_kind_for,
+    head_kind_of,
+    is_meta,
+)
 from peft_mux.modeling.slabs import SlabLayout, TaskSlab, plain_slot
 from peft_mux.modeling.stream import Stream
 
 PREFIX = "prompt_encoder."
 """The beginning of the names of all parameters of prompts."""
+
+EMBEDDINGS = "prompt_embeddings"
+"""PEFT's name of what a prompt's encoder makes, in files."""
 
 _WRAPPING = re.compile(r"\.modules_to_save\.[^.]+|\.t\d{6}$|\.base_layer(?=\.|$)")
 """Parts of names on which no draw may depend: a task's internal id, and which other layers lie around this one."""
@@ -270,7 +282,60 @@ class AdapterKind:
         """Return the label of each virtual token that sequences of a task begin with; mostly none."""
         return ()
 
+    # ----------------------------------------------------- coming and going
+
+    # In all of these `model` is the `MultiTaskPeftModel`, and `adapter` an internal id.
+
+    def open(self, model: Any, backbone: Any, adapter: str, config: PeftConfig) -> None:
+        """Initialise a `PeftModel`, of which nothing is there yet, with its first adapter."""
+        with warnings.catch_warnings():
+            # PEFT reads an older name of transformers, which no user can do anything about.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            PeftModel.__init__(model, backbone, config, adapter, low_cpu_mem_usage=is_meta(backbone))
+
+    def inject(self, model: Any, adapter: str, config: PeftConfig) -> None:
+        """Add a further adapter, inside `Tuners.alone`; PEFT completes `config`."""
+        model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(model.backbone))
+
+    def remove(self, model: Any, adapter: str) -> None:
+        """Free an adapter, inside `Tuners.alone` if it has targets."""
+        model.delete_adapter(adapter)
+
+    def call(
+        self, model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, generate: bool = False
+    ) -> Any:
+        """Return what plain PEFT returns for one adapter, selected before; `generate` calls that of PEFT's methods."""
+        has_own_head = head_kind_for(model.peft_config[adapter].task_type) != head_kind_of(model.backbone)
+        plain = classifier_around(model.backbone) if has_own_head else model.base_model
+        return plain.generate(*args, **kwargs) if generate else plain(*args, **kwargs)
+
+    def to_file(
+        self, model: Any, adapter: str, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of an adapter's files for its parameters by name; `None` to take what PEFT selects."""
+        return None
+
+    def from_file(
+        self, model: Any, adapter: str, state: Mapping[str, torch.Tensor], names: Collection[str]
+    ) -> dict[str, torch.Tensor] | None:
+        """Return parameters by name for the tensors of `to_file`, without missing ones, and adopt what is frozen there.
+
+        It is `None` where `to_file` is.
+        """
+        return None
+
     # --------------------------------------------------------------- passes
+
+    def begin_step(self, model: Any, adapter: str) -> None:
+        """Prepare a task's weights for a step; called in every process, also if it has no rows of the task."""
+
+    def put_before_rows(self, model: Any, batch: MuxBatch, arguments: dict[str, Any]) -> Prefixes | None:
+        """Put what rows begin with into the arguments of the backbone; of one kind without targets, for all of them.
+
+        Returns:
+            learnt keys and values in front of sequences; `None` if there are none.
+        """
+        return None
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return the multiplexed forward for a layer of class `layer_type`; `None` to leave it as it is."""

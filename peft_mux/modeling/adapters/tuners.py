@@ -33,7 +33,6 @@ from torch import nn
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.lora.lora_kind import DoubledRank
-from peft_mux.modeling.adapters.prompts.prompts import add_prompt, remove_prompt
 from peft_mux.modeling.adapters.trained_parts import merge_biases
 from peft_mux.modeling.backbone.modules import (
     classifier_around,
@@ -105,21 +104,18 @@ class Tuners:
 
     def inject(self, model: Any, adapter: str, config: PeftConfig) -> None:
         """Inject an adapter with the initial weights that it would have in a model of its own; all of it or nothing."""
-        configs, backbone, owner = model.peft_config, model.backbone, _owner_of(adapter, config)
-        has_targets, is_known = kind_of(config).has_targets, owner == self.first or owner in self._others
+        configs, backbone, owner, kind = model.peft_config, model.backbone, _owner_of(adapter, config), kind_of(config)
+        is_known = not kind.has_targets or owner == self.first or owner in self._others
         # Other sets of bare parameters, which are hidden from PEFT: it would refuse an adapter on another set.
         others = {item for item in self._targets if item != _bare_targets(config)}
         hidden = {key: other for key, other in configs.items() if _bare_targets(other) in others} if is_known else {}
         try:
-            if not has_targets:
-                with self.alone(model, adapter, config):
-                    add_prompt(model, adapter, config)
-            elif is_known:
+            if is_known:
                 for key, other in hidden.items():
                     configs[key] = copy.copy(other)
                     configs[key].target_parameters = None
                 with self.alone(model, adapter, config, is_mixed=bool(others)):
-                    model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(backbone))
+                    kind.inject(model, adapter, config)
             else:
                 with _layers_alone(backbone, _shows(adapter, config)):
                     # PEFT would warn of a second tuner, which is what this is.
@@ -136,9 +132,7 @@ class Tuners:
                 self._others[owner] = made
         except Exception:
             # What an injection that failed half way has left is taken out, as the next adapter has the same id.
-            if not has_targets:
-                remove_prompt(model, adapter)
-            elif is_known:
+            if is_known:
                 configs.update(hidden)  # `delete` looks at the configurations of the others
                 configs[adapter] = config  # PEFT has taken it back, and asks for it
                 self.delete(model, adapter)
@@ -176,18 +170,18 @@ class Tuners:
     def delete(self, model: Any, adapter: str) -> None:
         """Take an adapter out of a model."""
         config = model.peft_config[adapter]
-        others = [other for other in model.peft_config if other != adapter]
+        kind, others = kind_of(config), [other for other in model.peft_config if other != adapter]
         is_active = bool(adapter in model.active_adapters and others)
-        if not kind_of(config).has_targets:
+        if not kind.has_targets:
             if is_active:
                 model.select_adapter(others[0])
-            remove_prompt(model, adapter)
+            kind.remove(model, adapter)
             return
         with self.alone(model, adapter, config):
             # PEFT warns, and chooses by itself, if the active adapter is deleted.
             if is_active:
                 model.base_model.set_adapter(others[0])
-            model.delete_adapter(adapter)
+            kind.remove(model, adapter)
         owner = _owner_of(adapter, config)
         if owner[1]:
             self._others.pop(owner, None)

@@ -39,7 +39,6 @@ from peft_mux.modeling.adapters.lora.layer import LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
 from peft_mux.modeling.adapters.lora.row_steps import RowSteps, initial_factors, keep_factors
-from peft_mux.modeling.adapters.sliced import SlicedAdapter
 from peft_mux.modeling.adapters.trained_parts import own_biases
 from peft_mux.modeling.backbone.modules import modules_around_adapters
 from peft_mux.modeling.slabs import Slot, round_up_to_group
@@ -160,7 +159,7 @@ _SIBLING_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("qu
 
 
 class LoraKind(AdapterKind):
-    """LoRA."""
+    """LoRA; its `forward_type` is for embeddings."""
 
     draws_dropout = True
     lies_apart = False
@@ -194,7 +193,7 @@ class LoraKind(AdapterKind):
             return MultiplexedParameters(module, name, stream)
         # PEFT keeps the factors of embeddings under other names, and leaves `lora_A` empty there.
         is_linear = len(getattr(module, "lora_A", ())) > 0
-        return MultiplexedLinear(module, name, stream) if is_linear else SlicedAdapter(module, name, stream)
+        return MultiplexedLinear(module, name, stream) if is_linear else super().attach(module, name, stream)
 
     def connect(self, model: nn.Module, stream: Stream) -> None:
         """Group the layers that read the same activations, and count the sizes that their kernels need."""
@@ -229,4 +228,4 @@ class LoraKind(AdapterKind):
                 }
 
 
-register_kind(LoraKind(TypeEntry("LORA", Category.FUSED, REASONS, FIELDS), "LoRA"))
+LORA = register_kind(LoraKind(TypeEntry("LORA", Category.FUSED, REASONS, FIELDS), "LoRA"))
