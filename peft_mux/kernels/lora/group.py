@@ -1,8 +1,9 @@
 """The adapters of all tasks in a group of linear layers that read the same activations (q, k and v; gate and up).
 
-    forward    S = x A^T of all layers, one launch; per layer y = s S_i B_i^T + bias, then the base product on top
-    backward   per layer dS_i = s dy_i B_i; dx = dS A of all layers, one launch, then the base products on top;
-               dA of all layers, one launch; per layer dB_i                                            (M §3.4.3)
+    forward    S = x A^T; y_i = s S_i B_i^T + bias of each layer, then the base products on top
+    backward   dS_i = s dy_i B_i; dx = dS A, then the base products on top; dA; dB_i                    (M §3.4.3)
+
+Each of these six products is one launch for all layers of the group, those with B for every three.
 
 A task whose adapters have dropout draws a separate mask for each layer, so its factors A use one additional launch per
 layer. The launches that handle a task depend only on that task, so other tasks do not change its bits.
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.reference import Rows
-from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, Factors, RankTable, SegmentTables
+from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_LAYERS, MAX_RANK, Factors, RankTable, SegmentTables
 
 _WORD_BYTES = 16
 """Alignment in bytes that allows vectorised loads; new torch tensors have it."""
@@ -90,7 +91,8 @@ class LoraGroup:
         num_columns: number of columns of S, C.
         joint: tables of the tasks whose factors A of all layers work as one; `None` where there is no such task.
         apart: for each layer, tables of the factors A of the other tasks; `None` where there is none.
-        layers: for each layer, tables of the factors B; `None` where no task has an adapter in it.
+        parts_of_b: tables of the factors B, each of up to three layers and with their numbers; layers in which no task
+            has an adapter are left out.
         parts_of_a: the tables of factors A that there are, in the order of their launches.
 
     Raises:
@@ -112,7 +114,6 @@ class LoraGroup:
         is_joint = [_work_as_one([one for one in adapters if one is not None]) for adapters in tasks]
         self.joint = _joint_tables(tasks, is_joint)
         self.apart: list[FactorTables | None] = []
-        self.layers: list[FactorTables | None] = []
         for index, (adapters, name) in enumerate(zip(layers, module_names, strict=True)):
             starts = [task_columns[index] for task_columns in columns]
             apart = [None if joins else one for one, joins in zip(adapters, is_joint, strict=True)]
@@ -127,16 +128,26 @@ class LoraGroup:
                     module_seed=philox.hash_seed(name),
                 )
             )
-            self.layers.append(
-                _tables(
-                    [0 if one is None else one.rank for one in adapters],
-                    [0.0 if one is None else one.scale for one in adapters],
-                    [None if one is None else one.b_RK for one in adapters],
-                    [None if one is None else one.db_RK for one in adapters],
-                    columns=starts,
-                )
-            )
         self.parts_of_a = [part for part in (self.joint, *self.apart) if part is not None]
+        self.parts_of_b: list[tuple[list[int], FactorTables]] = []
+        adapted = [number for number, adapters in enumerate(layers) if any(one is not None for one in adapters)]
+        for first in range(0, len(adapted), MAX_LAYERS):
+            numbers = adapted[first : first + MAX_LAYERS]
+            members = [
+                (adapter, starts[number])
+                for number in numbers
+                for adapter, starts in zip(layers[number], columns, strict=True)
+            ]
+            part = _tables(
+                [0 if adapter is None else adapter.rank for adapter, _ in members],
+                [0.0 if adapter is None else adapter.scale for adapter, _ in members],
+                [None if adapter is None else adapter.b_RK for adapter, _ in members],
+                [None if adapter is None else adapter.db_RK for adapter, _ in members],
+                columns=[column for _, column in members],
+                num_layers=len(numbers),
+            )
+            assert part is not None, "layers without adapters are left out"
+            self.parts_of_b.append((numbers, part))
         # Numbers of how the tensors of passes lie: launches that were prepared are found by them.
         self._layouts: dict[tuple[Any, ...], int] = {}
 
@@ -165,16 +176,19 @@ def _tables(
     columns: Sequence[int] | None = None,
     dropouts: Sequence[float] | None = None,
     module_seed: int | None = None,
+    num_layers: int = 1,
 ) -> FactorTables | None:
-    """Return the tables of one factor of each segment; `None` if no segment has one."""
+    """Return the tables of one factor of each segment, layer by layer; `None` if no segment has one."""
     first = next((value for value in values if value is not None), None)
     if first is None:
         return None
     starts = None if columns is None else [start if rank else 0 for start, rank in zip(columns, ranks, strict=True)]
     table = RankTable(ranks, scales, s_columns=starts, dropouts=dropouts, device=first.device)
-    width = first.shape[1]
+    size = len(values) // num_layers
+    by_layer = [values[start : start + size] for start in range(0, len(values), size)]
+    widths = [next(value.shape[1] for value in layer if value is not None) for layer in by_layer]
     trains = all(value is None or gradient is not None for value, gradient in zip(values, gradients, strict=True))
-    return FactorTables(table, Factors(values, width), Factors(gradients, width) if trains else None, module_seed)
+    return FactorTables(table, Factors(values, *widths), Factors(gradients, *widths) if trains else None, module_seed)
 
 
 def _joint_tables(tasks: Sequence[Sequence[Adapter | None]], is_joint: Sequence[bool]) -> FactorTables | None:
@@ -249,6 +263,15 @@ class Base(NamedTuple):
             dx_TD[start:end].addmm_(dy_TK[start:end], weight_KD)
 
 
+def _biases_of(bases: Sequence[Base], x_TD: torch.Tensor) -> list[torch.Tensor]:
+    """Return the bias of each layer, zeros for one that has none; nothing if no layer has one."""
+    if all(base.bias_K is None for base in bases):
+        return []
+    return [
+        x_TD.new_zeros(base.out_features) if base.bias_K is None else _cast(base.bias_K, x_TD.dtype) for base in bases
+    ]
+
+
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Compared first, because a cast to the same dtype costs the host as much as a small launch.
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
@@ -295,20 +318,21 @@ class KernelCall(NamedTuple):
         for part in group.parts_of_a:
             more = more_arguments(part, places, layout)
             kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
+        # The adapters' part first, so that the base product adds it in its epilogue and no kernel needs to read y.
+        ys: dict[int, torch.Tensor] = {}
+        for numbers, part in group.parts_of_b:
+            bases = [self.bases[number] for number in numbers]
+            for number, base in zip(numbers, bases, strict=True):
+                ys[number] = x_TD.new_empty((*lead, base.out_features))
+            y_TK, *others = (rows_of(ys[number]) for number in numbers)
+            biases = _biases_of(bases, x_TD)
+            more = {"others": others, "biases": biases, "layout": None if biases else layout}
+            kernels.expand(s_TC, part.values, y_TK, segments, part.ranks, scaled=True, **more)
         outputs = []
-        for layer, base in zip(group.layers, self.bases, strict=True):
-            if layer is None:
-                outputs.append(base.output(x))
-                continue
-            y = x_TD.new_empty((*lead, base.out_features))
-            y_TK = rows_of(y)
-            bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
-            of_y = layout if bias is None else None
-            # The adapters' part first, so that the base product adds it in its epilogue and no kernel needs to read y.
-            kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias, layout=of_y)
-            if base.weight_KD is not None:
-                y_TK.addmm_(x_TD, _cast(base.weight_KD, x_TD.dtype).t())
-            outputs.append(y)
+        for number, base in enumerate(self.bases):
+            if number in ys and base.weight_KD is not None:
+                rows_of(ys[number]).addmm_(x_TD, _cast(base.weight_KD, x_TD.dtype).t())
+            outputs.append(ys[number] if number in ys else base.output(x))
         return tuple(outputs), s_TC
 
     def backward(
@@ -330,14 +354,16 @@ class KernelCall(NamedTuple):
         # dS comes first, because dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(saved)
         layout = group.layout_of(x_TD, saved, segments)
-        layouts = [
-            # A gradient with the layout of a new tensor uses the layout number of x.
-            layout if dy.dtype is x_TD.dtype and dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES else None
-            for dy in dys_TK
-        ]
-        for layer, dy, of_dy in zip(group.layers, dys_TK, layouts, strict=True):
-            if layer is not None:
-                kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
+        # Gradients with the layout of new tensors use the layout number of x.
+        are_new = all(
+            dy.dtype is x_TD.dtype and dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES for dy in dys_TK
+        )
+        of_b = []
+        for numbers, part in group.parts_of_b:
+            dy_TK, *others = (dys_TK[number] for number in numbers)
+            of_b.append((part, dy_TK, {"scaled": True, "others": others, "layout": layout if are_new else None}))
+        for part, dy_TK, more in of_b:
+            kernels.shrink(dy_TK, part.values, ds_TC, segments, part.ranks, **more)
         dx = None
         if needs_dx:
             # A new tensor with aligned rows, whatever the layout of x.
@@ -355,11 +381,9 @@ class KernelCall(NamedTuple):
             if part.gradients is not None:
                 more = more_arguments(part, places, layout)
                 kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, accumulate=True, **more)
-        for layer, dy, of_dy in zip(group.layers, dys_TK, layouts, strict=True):
-            if layer is not None and layer.gradients is not None:
-                kernels.wgrad(
-                    saved, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True, layout=of_dy
-                )
+        for part, dy_TK, more in of_b:
+            if part.gradients is not None:
+                kernels.wgrad(saved, dy_TK, part.gradients, segments, part.ranks, accumulate=True, **more)
         return dx
 
 

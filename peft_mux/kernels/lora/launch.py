@@ -9,11 +9,15 @@ The kernels are in `lora_kernels.py`. Importing this file imports Triton, so cal
 Below a few thousand tokens the host limits the speed of a pass. Therefore everything that is the same in every pass is
 prepared once, as a `Launch`, and cached by the `Factors` that it works on.
 
+Layers that read the same activations share a launch, in which each has programs of its own: their factors, ranks and
+scales follow one another in the tables, and `others` are the tensors of all layers but the first.
+
 Shape letters: T rows of the stream, D features, K features written, C columns of S, R rank, G segments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from peft_mux.kernels.lora.lora_kernels import expand_kernel, reduce_kernel, shr
 from peft_mux.kernels.lora.tables import (
     DTYPES,
     MAX_JOINT_RANK,
+    MAX_LAYERS,
     NARROW_RANK,
     WIDE_BLOCK,
     Factors,
@@ -109,6 +114,7 @@ def shrink(
     ranks: RankTable,
     *,
     scaled: bool,
+    others: Sequence[torch.Tensor] = (),
     places: torch.Tensor | None = None,
     module_seed: int = 0,
     layout: int | None = None,
@@ -125,6 +131,7 @@ def shrink(
         tables: which rows of the stream belong to which segment.
         ranks: the segments' adapters in this module.
         scaled: whether to multiply by each segment's scale.
+        others: the same of the other layers; none of them has dropout.
         places: int64 `[T]`, place of each row in its task's global batch, to drop elements of x where the table has
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
@@ -134,13 +141,14 @@ def shrink(
     Raises:
         ValueError: if a shape or a dtype is not as above.
     """
+    xs_TD = x_TD, *others
     launches = None if layout is None else w.launches.get(("shrink", layout))
     if launches is None:
         drop = ranks.has_dropout and places is not None
         key = ("shrink", layout)
         if layout is None:
-            key = ("shrink", scaled, drop, module_seed, ranks, *_layout_of(x_TD, s_TC, tables))
-        launches = _found(key, x_TD, w, s_TC, tables, ranks, places)
+            key = ("shrink", scaled, drop, module_seed, ranks, *_layout_of(xs_TD, s_TC, tables))
+        launches = _found(key, xs_TD, w, s_TC, tables, ranks, places)
     if launches is None:
         launches = w.launches[key] = []
         for lowest, highest, block_ranks in _rank_classes(ranks):
@@ -150,19 +158,21 @@ def shrink(
                 shrink_kernel,
                 tile,
                 *(w.base, w.offset_G, *ranks.of_adapters),
-                *(x_TD.stride(0), s_TC.stride(0), lowest, highest, signed_seed(module_seed), int(scaled)),
-                D=w.width,
+                *(*_of_layers([x.stride(0) for x in xs_TD]), s_TC.stride(0), tables.num_segments),
+                *(lowest, highest, signed_seed(module_seed), int(scaled)),
+                **_constants("D", w),
                 BLOCK_M=tables.block_rows,
                 ROWS=tables.shrink_rows,
                 BLOCK_D=tile.columns,
                 BLOCK_R=block_ranks,
                 DROP=drop,
+                RAGGED=any(width % tile.columns for width in w.widths),
                 UPCAST=_INTERPRETED,
             )
             launches.append((triton.cdiv(min(highest, ranks.max_rank), block_ranks), launch))
     # Without dropout the last argument is not read, but it must be a tensor.
-    moving = x_TD, s_TC, tables.step_seed_G if places is None else places
-    parts = tables.block_rows // tables.shrink_rows
+    moving = *_of_layers(xs_TD), s_TC, tables.step_seed_G if places is None else places
+    parts = tables.block_rows // tables.shrink_rows * len(xs_TD)
     for num_blocks, launch in launches if tables.num_tiles else ():
         launch((tables.num_tiles, num_blocks, parts), moving, tables.of_tiles, is_aligned=layout is not None)
 
@@ -175,7 +185,8 @@ def expand(
     ranks: RankTable,
     *,
     scaled: bool,
-    bias: torch.Tensor | None = None,
+    others: Sequence[torch.Tensor] = (),
+    biases: Sequence[torch.Tensor] = (),
     places: torch.Tensor | None = None,
     module_seed: int = 0,
     add: bool = False,
@@ -194,7 +205,8 @@ def expand(
         tables: which rows of the stream belong to which segment.
         ranks: the segments' adapters in this module.
         scaled: whether to multiply by each segment's scale.
-        bias: the frozen layer's bias `[K]`; `None` for none. There is none with dropout.
+        others: as in `shrink`, the outputs.
+        biases: the bias `[K]` of each layer, or none. There are none with dropout.
         places: as in `shrink`, but elements of the result (dx) are dropped.
         module_seed: as in `shrink`.
         add: whether to add to `y_TK` instead of overwriting it.
@@ -203,23 +215,22 @@ def expand(
     Raises:
         ValueError: if a shape or a dtype is not as above.
     """
+    ys_TK = y_TK, *others
     launches = None if layout is None else w.launches.get(("expand", layout))
     if launches is None:
         drop = ranks.has_dropout and places is not None
-        has_bias = bias is not None
         key = ("expand", layout)
         if layout is None:
-            choices = scaled, drop, module_seed, has_bias, add
-            key = ("expand", *choices, ranks, *_layout_of(y_TK, s_TC, tables))
-        launches = _found(key, y_TK, w, s_TC, tables, ranks, places)
+            choices = scaled, drop, module_seed, bool(biases), add
+            key = ("expand", *choices, ranks, *_layout_of(ys_TK, s_TC, tables))
+        launches = _found(key, ys_TK, w, s_TC, tables, ranks, places)
         # Also check the dtype, because code that was compiled for another one would read the wrong bytes.
-        if bias is not None and (
-            drop or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous()
-        ):
-            raise ValueError(
-                f"bias must be contiguous [{w.width}] in {y_TK.dtype}, and None with dropout, got shape "
-                f"{tuple(bias.shape)} in {bias.dtype}."
-            )
+        for bias, y in zip(biases, ys_TK, strict=bool(biases)):
+            if drop or bias.shape != y.shape[1:] or bias.dtype != y.dtype or not bias.is_contiguous():
+                raise ValueError(
+                    f"bias must be contiguous [{y.shape[1]}] in {y.dtype}, and None with dropout, got shape "
+                    f"{tuple(bias.shape)} in {bias.dtype}."
+                )
     if launches is None:
         launches = w.launches[key] = []
         # Without `add` every row must be written, also those of tasks without an adapter here.
@@ -229,18 +240,22 @@ def expand(
                 expand_kernel,
                 tile,
                 *(w.base, w.offset_G, *ranks.of_adapters),
-                *(s_TC.stride(0), y_TK.stride(0), lowest, highest, signed_seed(module_seed), int(scaled)),
-                K=w.width,
+                *(s_TC.stride(0), *_of_layers([y.stride(0) for y in ys_TK]), tables.num_segments),
+                *(lowest, highest, signed_seed(module_seed), int(scaled)),
+                **_constants("K", w),
                 BLOCK_M=tables.block_rows,
                 BLOCK_K=tile.columns,
                 BLOCK_R=block_ranks,
                 DROP=drop,
-                HAS_BIAS=has_bias,
+                HAS_BIAS=bool(biases),
                 ADD=add,
                 UPCAST=_INTERPRETED,
             )
-            launches.append((triton.cdiv(w.width, tile.columns), launch))
-    moving = s_TC, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places
+            launches.append((_num_column_blocks(w, tile), launch))
+    moving = (
+        *(s_TC, *_of_layers(ys_TK), *_of_layers(biases or (w.base,))),
+        tables.step_seed_G if places is None else places,
+    )
     for num_blocks, launch in launches if tables.num_tiles else ():
         launch((tables.num_tiles, num_blocks, 1), moving, tables.of_tiles, is_aligned=layout is not None)
 
@@ -253,6 +268,7 @@ def wgrad(
     ranks: RankTable,
     *,
     scaled: bool,
+    others: Sequence[torch.Tensor] = (),
     places: torch.Tensor | None = None,
     module_seed: int = 0,
     accumulate: bool = False,
@@ -271,6 +287,7 @@ def wgrad(
         tables: which rows of the stream belong to which segment.
         ranks: the segments' adapters in this module.
         scaled: whether to multiply by each segment's scale.
+        others: as in `shrink`.
         places: as in `shrink`.
         module_seed: as in `shrink`.
         accumulate: whether to add to `grad` instead of overwriting it.
@@ -279,15 +296,16 @@ def wgrad(
     Raises:
         ValueError: if a shape or a dtype is not as above.
     """
+    xs_TD = x_TD, *others
     prepared = None if layout is None else grad.launches.get(("wgrad", layout))
     if prepared is None:
         drop = ranks.has_dropout and places is not None
         key = ("wgrad", layout)
         if layout is None:
-            key = ("wgrad", scaled, drop, module_seed, accumulate, ranks, *_layout_of(x_TD, s_TC, tables))
-        prepared = _found(key, x_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
+            key = ("wgrad", scaled, drop, module_seed, accumulate, ranks, *_layout_of(xs_TD, s_TC, tables))
+        prepared = _found(key, xs_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
     if prepared is None:
-        name, width = gpu_model(x_TD.device), grad.width
+        name = gpu_model(x_TD.device)
         launches = []
         for lowest, highest, block_ranks in _rank_classes(ranks):
             tile = tiles("wgrad", name, block_ranks, x_TD.element_size())
@@ -295,9 +313,9 @@ def wgrad(
                 wgrad_kernel,
                 tile,
                 *(grad.base, grad.offset_G, *ranks.of_adapters),
-                *(s_TC.stride(0), x_TD.stride(0), ranks.max_rank),
+                *(s_TC.stride(0), *_of_layers([x.stride(0) for x in xs_TD]), tables.num_segments, ranks.max_rank),
                 *(lowest, highest, signed_seed(module_seed), int(scaled)),
-                D=width,
+                **_constants("D", grad),
                 CHUNK=tables.chunk_rows,
                 BLOCK_M=tables.block_rows,
                 BLOCK_D=tile.columns,
@@ -306,19 +324,19 @@ def wgrad(
                 ACCUMULATE=accumulate,
                 UPCAST=_INTERPRETED,
             )
-            num_blocks = triton.cdiv(width, tile.columns), triton.cdiv(min(highest, ranks.max_rank), block_ranks)
+            num_blocks = _num_column_blocks(grad, tile), triton.cdiv(min(highest, ranks.max_rank), block_ranks)
             launches.append((num_blocks, launch))
         tile = tiles("reduce", name, _REDUCE_RANKS, grad.base.element_size())
         reduction = Launch(
             reduce_kernel,
             tile,
-            *(grad.base, grad.offset_G, ranks.rank_G, ranks.max_rank),
-            D=width,
+            *(grad.base, grad.offset_G, ranks.rank_G, ranks.max_rank, tables.num_segments),
+            **_constants("D", grad),
             BLOCK_R=_REDUCE_RANKS,
             BLOCK_D=tile.columns,
             ACCUMULATE=accumulate,
         )
-        num_blocks = triton.cdiv(width, tile.columns), triton.cdiv(ranks.max_rank, _REDUCE_RANKS)
+        num_blocks = _num_column_blocks(grad, tile), triton.cdiv(ranks.max_rank, _REDUCE_RANKS)
         prepared = grad.launches[key] = launches, (num_blocks, reduction)
     if ranks.max_rank == 0 or tables.num_segments == 0:
         return
@@ -326,8 +344,8 @@ def wgrad(
     num_chunks, parts = tables.num_chunks, grad.base
     if tables.has_parts:
         # fp32 for any dtype of the factors, because the parts of many chunks are added later.
-        parts = s_TC.new_empty((num_chunks, ranks.max_rank, grad.width), dtype=torch.float32)
-    moving = s_TC, x_TD, parts, tables.step_seed_G if places is None else places
+        parts = s_TC.new_empty((num_chunks, ranks.max_rank, sum(grad.widths)), dtype=torch.float32)
+    moving = s_TC, *_of_layers(xs_TD), parts, tables.step_seed_G if places is None else places
     for num_blocks, launch in launches if num_chunks else ():
         launch((num_chunks, *num_blocks), moving, tables.of_chunks, is_aligned=layout is not None)
     # Needed even without parts, because the gradient of an empty segment must be written unless it accumulates.
@@ -335,15 +353,30 @@ def wgrad(
         reduction((tables.num_segments, *reduced_blocks), (parts,), (tables.chunk_begin,))
 
 
-def _layout_of(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables) -> tuple[Any, ...]:
+def _of_layers(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return three arguments of a kernel; no program works on a layer that is not there."""
+    return (*values, *(values[0],) * (MAX_LAYERS - len(values)))
+
+
+def _constants(name: str, w: Factors) -> dict[str, int]:
+    """Return the constants by which a kernel knows the widths of the layers; 0 for a layer that is not there."""
+    first, second, third = (*w.widths, *(0,) * (MAX_LAYERS - len(w.widths)))
+    return {name: first, f"{name}_1": second, f"{name}_2": third, "LAYERS": len(w.widths)}
+
+
+def _num_column_blocks(w: Factors, tile: Tiles) -> int:
+    return sum(triton.cdiv(width, tile.columns) for width in w.widths)
+
+
+def _layout_of(xs_TD: Sequence[torch.Tensor], s_TC: torch.Tensor, tables: SegmentTables) -> tuple[Any, ...]:
     """Return the key of a launch: everything that determines it or is checked, except for the rows."""
-    tensors = x_TD.dtype, x_TD.shape[1], x_TD.stride(), s_TC.dtype, s_TC.shape[1], s_TC.stride()
+    tensors = *((x.dtype, x.shape[1], x.stride()) for x in xs_TD), s_TC.dtype, s_TC.shape[1], s_TC.stride()
     return (*tensors, tables.num_segments, tables.block_rows, tables.shrink_rows, tables.chunk_rows)
 
 
 def _found(
     key: tuple[Any, ...],
-    x_TD: torch.Tensor,
+    xs_TD: Sequence[torch.Tensor],
     w: Factors,
     s_TC: torch.Tensor,
     tables: SegmentTables,
@@ -355,10 +388,16 @@ def _found(
     """Return what was prepared under a key, `None` if nothing was: types and columns are checked only then."""
     prepared = w.launches.get(key)
     if prepared is None:
-        _check_columns(x_TD, w, s_TC, tables, ranks, is_gradient=is_gradient)
+        if not tables.num_segments * len(xs_TD) == ranks.num_adapters == w.num_adapters:
+            raise ValueError(
+                f"tables, ranks and factors must have the same number of segments, got "
+                f"{tables.num_segments * len(xs_TD)}, {ranks.num_adapters} and {w.num_adapters}."
+            )
+        for x_TD, width in zip(xs_TD, w.widths, strict=True):
+            _check_columns(x_TD, w.base.dtype, width, s_TC, ranks, is_gradient=is_gradient)
     # A launch would read or write rows or places that are not there.
-    num_rows = len(x_TD)
-    if len(s_TC) != num_rows:
+    num_rows = len(xs_TD[0])
+    if any(len(tensor) != num_rows for tensor in (s_TC, *xs_TD)):
         raise ValueError(f"S must have {num_rows} rows, as many as the activations, got shape {tuple(s_TC.shape)}.")
     if tables.num_rows > num_rows:
         raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
@@ -368,18 +407,17 @@ def _found(
 
 
 def _check_columns(
-    x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, tables: SegmentTables, ranks: RankTable, *, is_gradient: bool
+    x_TD: torch.Tensor, dtype: torch.dtype, width: int, s_TC: torch.Tensor, ranks: RankTable, *, is_gradient: bool
 ) -> None:
-    """Raise if dtypes, columns or segments of a launch do not match."""
-    width = x_TD.shape[1]
+    """Raise if dtypes or columns of a layer do not match its factors, which have a given dtype and width."""
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
         raise ValueError(
             f"activations and S must have the same dtype, bf16, fp16 or fp32, got {x_TD.dtype} and {s_TC.dtype}."
         )
-    if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype) or w.width != width:
+    if dtype != (torch.float32 if is_gradient else x_TD.dtype) or width != x_TD.shape[1]:
         raise ValueError(
             "factors and gradients must have the width of the activations and their dtype (fp32 for gradients), got "
-            f"[R, {w.width}] in {w.base.dtype} for activations [T, {width}] in {x_TD.dtype}."
+            f"[R, {width}] in {dtype} for activations {tuple(x_TD.shape)} in {x_TD.dtype}."
         )
     if s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
         raise ValueError(
@@ -388,11 +426,6 @@ def _check_columns(
         )
     if x_TD.stride(1) != 1 and width > 1:
         raise ValueError("activations must have adjacent columns, got transposed ones.")
-    if not tables.num_segments == ranks.num_segments == w.num_segments:
-        raise ValueError(
-            f"tables, ranks and factors must have the same number of segments, got {tables.num_segments}, "
-            f"{ranks.num_segments} and {w.num_segments}."
-        )
 
 
 def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[int, int, int]]:

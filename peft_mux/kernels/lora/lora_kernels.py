@@ -103,10 +103,33 @@ def _out_of_class(rank, lowest_rank, highest_rank):
     return (rank < lowest_rank) | (rank > highest_rank)
 
 
+@triton.jit
+def _of_layer(layer, first, second, third, LAYERS: tl.constexpr):
+    """Return what belongs to the layer that a program works on; a constant stays one if there is a single layer."""
+    if LAYERS == 1:
+        return first
+    else:
+        return tl.where(layer == 0, first, tl.where(layer == 1, second, third))
+
+
+@triton.jit
+def _column_block(block, W: tl.constexpr, W_1: tl.constexpr, BLOCK: tl.constexpr, LAYERS: tl.constexpr):
+    """Return the layer of a block of columns, and the number of the block within it; blocks cross no layer."""
+    FIRST: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    SECOND: tl.constexpr = (W_1 + BLOCK - 1) // BLOCK
+    if LAYERS == 1:
+        return 0, block
+    else:
+        layer = (block >= FIRST).to(tl.int32) + (block >= FIRST + SECOND).to(tl.int32)
+        return layer, block - _of_layer(layer, 0, FIRST, FIRST + SECOND, LAYERS)
+
+
 # Not specialised, because each module has its own seed and Triton would compile again for some of them.
-@triton.jit(do_not_specialize=["module_seed", "scaled", "lowest_rank", "highest_rank"])
+@triton.jit(do_not_specialize=["module_seed", "scaled", "num_segments", "lowest_rank", "highest_rank"])
 def shrink_kernel(
     x_ptr,
+    x_1_ptr,
+    x_2_ptr,
     s_ptr,
     places_ptr,
     tile_segment_ptr,
@@ -121,30 +144,39 @@ def shrink_kernel(
     keep_scale_ptr,
     threshold_ptr,
     x_stride,
+    x_1_stride,
+    x_2_stride,
     s_stride,
+    num_segments: tl.int32,
     lowest_rank: tl.int32,
     highest_rank: tl.int32,
     module_seed: tl.int64,
     scaled: tl.int32,
     D: tl.constexpr,
+    D_1: tl.constexpr,
+    D_2: tl.constexpr,
+    LAYERS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DROP: tl.constexpr,
+    RAGGED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """S of `ROWS` rows of one tile and one block of ranks: the sum over all columns of `x`."""
+    """S of `ROWS` rows of one tile and one block of ranks of one layer: the sum over all columns of its `x`."""
     tile = tl.program_id(0)
     segment = tl.load(tile_segment_ptr + tile)
     # Tables have a fixed size, so this step may not use all tiles.
     if segment < 0:
         return
-    rank = tl.load(rank_ptr + segment)
+    layer = tl.program_id(2) // (BLOCK_M // ROWS)
+    adapter = layer * num_segments + segment
+    rank = tl.load(rank_ptr + adapter)
     first_rank = tl.program_id(1) * BLOCK_R
     if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
         return
-    first_row = tl.load(tile_row_ptr + tile) + tl.program_id(2) * ROWS
+    first_row = tl.load(tile_row_ptr + tile) + tl.program_id(2) % (BLOCK_M // ROWS) * ROWS
     end_row = tl.minimum(tl.load(seg_end_ptr + segment), first_row + ROWS)
     if first_row >= end_row:
         return
@@ -158,15 +190,18 @@ def shrink_kernel(
         key, threshold, counter = _dropout_state(
             step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, D
         )
-    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
+    width = _of_layer(layer, D, D_1, D_2, LAYERS)
+    x_ptr = _of_layer(layer, x_ptr, x_1_ptr, x_2_ptr, LAYERS)
+    x_stride = _of_layer(layer, x_stride, x_1_stride, x_2_stride, LAYERS)
+    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + adapter), 8)
     x_ptr = x_ptr + row[:, None] * x_stride + column[None, :]
-    w_ptr = w_ptr + ranks[:, None] * D + column[None, :]
+    w_ptr = w_ptr + ranks[:, None] * width + column[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for first_column in range(0, D, BLOCK_D):
+    for first_column in range(0, width, BLOCK_D):
         x_mask = row_mask[:, None]
         w_mask = rank_mask[:, None]
-        if D % BLOCK_D != 0:
-            inside = (first_column + column < D)[None, :]
+        if RAGGED:
+            inside = (first_column + column < width)[None, :]
             x_mask = x_mask & inside
             w_mask = w_mask & inside
         x = tl.load(x_ptr, mask=x_mask, other=0.0)
@@ -178,17 +213,21 @@ def shrink_kernel(
         x_ptr += BLOCK_D
         w_ptr += BLOCK_D
     # Scale and keep scale are applied to the fp32 sum, so that S is rounded only once.
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
-    s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
+    s_ptr += tl.multiple_of(tl.load(s_column_ptr + adapter), 8)
     s_ptr = s_ptr + row[:, None] * s_stride + ranks[None, :]
     tl.store(s_ptr, sums.to(s_ptr.dtype.element_ty), mask=row_mask[:, None] & (ranks < _columns_of(rank))[None, :])
 
 
-@triton.jit(do_not_specialize=["module_seed", "scaled", "lowest_rank", "highest_rank"])
+@triton.jit(do_not_specialize=["module_seed", "scaled", "num_segments", "lowest_rank", "highest_rank"])
 def expand_kernel(
     s_ptr,
     y_ptr,
+    y_1_ptr,
+    y_2_ptr,
     bias_ptr,
+    bias_1_ptr,
+    bias_2_ptr,
     places_ptr,
     tile_segment_ptr,
     tile_row_ptr,
@@ -203,11 +242,17 @@ def expand_kernel(
     threshold_ptr,
     s_stride,
     y_stride,
+    y_1_stride,
+    y_2_stride,
+    num_segments: tl.int32,
     lowest_rank: tl.int32,
     highest_rank: tl.int32,
     module_seed: tl.int64,
     scaled: tl.int32,
     K: tl.constexpr,
+    K_1: tl.constexpr,
+    K_2: tl.constexpr,
+    LAYERS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -216,40 +261,46 @@ def expand_kernel(
     ADD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of rows and one block of columns of `y`: the sum over a segment's ranks."""
+    """One tile of rows and one block of columns of the `y` of one layer: the sum over a segment's ranks."""
     tile = tl.program_id(0)
     segment = tl.load(tile_segment_ptr + tile)
     if segment < 0:
         return
-    rank = tl.load(rank_ptr + segment)
+    layer, block = _column_block(tl.program_id(1), K, K_1, BLOCK_K, LAYERS)
+    adapter = layer * num_segments + segment
+    rank = tl.load(rank_ptr + adapter)
     if _out_of_class(rank, lowest_rank, highest_rank):
         return
     # int64, as row times stride passes 2^31 elements in long streams of wide layers.
     row = (tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_mask = row < tl.load(seg_end_ptr + segment)
-    first_column = tl.program_id(1) * BLOCK_K
+    first_column = block * BLOCK_K
     column = first_column + tl.arange(0, BLOCK_K)
-    column_mask = column < K
+    width = _of_layer(layer, K, K_1, K_2, LAYERS)
+    column_mask = column < width
     lane = tl.arange(0, BLOCK_R)
-    s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
-    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
+    s_ptr += tl.multiple_of(tl.load(s_column_ptr + adapter), 8)
+    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + adapter), 8)
     s_ptr = s_ptr + row[:, None] * s_stride + lane[None, :]
-    w_ptr = w_ptr + lane[:, None] * K + column[None, :]
+    w_ptr = w_ptr + lane[:, None] * width + column[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
         rank_mask = first_rank + lane < rank
         s_mask = row_mask[:, None] & (first_rank + lane < _columns_of(rank))[None, :]
         s = tl.load(s_ptr + first_rank, mask=s_mask, other=0.0)
-        w = tl.load(w_ptr + first_rank * K, mask=rank_mask[:, None] & column_mask[None, :], other=0.0)
+        w = tl.load(w_ptr + first_rank * width, mask=rank_mask[:, None] & column_mask[None, :], other=0.0)
         sums = _dot(s, w, sums, UPCAST)
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
     if DROP:
         key, threshold, counter = _dropout_state(
             step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, K
         )
         sums = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_K, True), sums, 0.0)
     if HAS_BIAS:
+        bias_ptr = _of_layer(layer, bias_ptr, bias_1_ptr, bias_2_ptr, LAYERS)
         sums += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    y_ptr = _of_layer(layer, y_ptr, y_1_ptr, y_2_ptr, LAYERS)
+    y_stride = _of_layer(layer, y_stride, y_1_stride, y_2_stride, LAYERS)
     y_ptr = y_ptr + row[:, None] * y_stride + column[None, :]
     if ADD:
         sums += tl.load(y_ptr, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
@@ -262,10 +313,12 @@ def _has_one_chunk(chunk_begin_ptr, segment):
     return tl.load(chunk_begin_ptr + segment + 1) - tl.load(chunk_begin_ptr + segment) == 1
 
 
-@triton.jit(do_not_specialize=["module_seed", "scaled", "part_ranks", "lowest_rank", "highest_rank"])
+@triton.jit(do_not_specialize=["module_seed", "scaled", "num_segments", "part_ranks", "lowest_rank", "highest_rank"])
 def wgrad_kernel(
     s_ptr,
     x_ptr,
+    x_1_ptr,
+    x_2_ptr,
     part_ptr,
     places_ptr,
     chunk_segment_ptr,
@@ -282,12 +335,18 @@ def wgrad_kernel(
     threshold_ptr,
     s_stride,
     x_stride,
+    x_1_stride,
+    x_2_stride,
+    num_segments: tl.int32,
     part_ranks: tl.int32,
     lowest_rank: tl.int32,
     highest_rank: tl.int32,
     module_seed: tl.int64,
     scaled: tl.int32,
     D: tl.constexpr,
+    D_1: tl.constexpr,
+    D_2: tl.constexpr,
+    LAYERS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -296,7 +355,7 @@ def wgrad_kernel(
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The contribution of one chunk of rows to a weight gradient, for one block of ranks and columns.
+    """The contribution of one chunk of rows to a weight gradient, for one block of ranks and columns of one layer.
 
     If the segment has only one chunk, this is its whole gradient; otherwise `reduce_kernel` sums the contributions of
     its chunks. Only the segment's own rows decide which of the two applies.
@@ -306,7 +365,9 @@ def wgrad_kernel(
     segment = tl.load(chunk_segment_ptr + chunk)
     if segment < 0:
         return
-    rank = tl.load(rank_ptr + segment)
+    layer, block = _column_block(tl.program_id(1), D, D_1, BLOCK_D, LAYERS)
+    adapter = layer * num_segments + segment
+    rank = tl.load(rank_ptr + adapter)
     first_rank = tl.program_id(2) * BLOCK_R
     if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
         return
@@ -314,13 +375,16 @@ def wgrad_kernel(
     end_row = tl.minimum(tl.load(seg_end_ptr + segment), first_row + CHUNK)
     ranks = first_rank + tl.arange(0, BLOCK_R)
     rank_mask = ranks < rank
-    first_column = tl.program_id(1) * BLOCK_D
+    first_column = block * BLOCK_D
     column = first_column + tl.arange(0, BLOCK_D)
-    column_mask = column < D
+    width = _of_layer(layer, D, D_1, D_2, LAYERS)
+    column_mask = column < width
+    x_ptr = _of_layer(layer, x_ptr, x_1_ptr, x_2_ptr, LAYERS)
+    x_stride = _of_layer(layer, x_stride, x_1_stride, x_2_stride, LAYERS)
     if DROP:
         key = tl.load(step_seed_ptr + segment) ^ module_seed
         threshold = tl.load(threshold_ptr + segment)
-    s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
+    s_ptr += tl.multiple_of(tl.load(s_column_ptr + adapter), 8)
     # Columns first, because 16 ranks are too few rows for a warp group product of the tensor cores.
     sums = tl.zeros((BLOCK_D, BLOCK_R), dtype=tl.float32)
     for block_row in range(first_row, end_row, BLOCK_M):
@@ -334,21 +398,22 @@ def wgrad_kernel(
             counter = tl.load(places_ptr + row, mask=row_mask, other=0).to(tl.uint32) * CALLS
             x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
         sums = _dot(tl.trans(x), s, sums, UPCAST)
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
     gradient = tl.trans(sums)
-    place = ranks[:, None] * D + column[None, :]
+    place = ranks[:, None] * width + column[None, :]
     mask = rank_mask[:, None] & column_mask[None, :]
     if _has_one_chunk(chunk_begin_ptr, segment):
-        own_ptr = grad_ptr + tl.multiple_of(tl.load(w_offset_ptr + segment), 8) + place
+        layer_ptr = grad_ptr + tl.multiple_of(tl.load(w_offset_ptr + adapter), 8) + place
         if ACCUMULATE:
-            gradient += tl.load(own_ptr, mask=mask, other=0.0)
-        tl.store(own_ptr, gradient, mask=mask)
+            gradient += tl.load(layer_ptr, mask=mask, other=0.0)
+        tl.store(layer_ptr, gradient, mask=mask)
     else:
         # int64, as chunks times ranks times columns may pass 2^31.
-        tl.store(part_ptr + chunk.to(tl.int64) * part_ranks * D + place, gradient, mask=mask)
+        first = chunk.to(tl.int64) * part_ranks * (D + D_1 + D_2) + part_ranks * _of_layer(layer, 0, D, D + D_1, LAYERS)
+        tl.store(part_ptr + first + place, gradient, mask=mask)
 
 
-@triton.jit(do_not_specialize=["part_ranks"])
+@triton.jit(do_not_specialize=["num_segments", "part_ranks"])
 def reduce_kernel(
     part_ptr,
     chunk_begin_ptr,
@@ -356,26 +421,34 @@ def reduce_kernel(
     w_offset_ptr,
     rank_ptr,
     part_ranks: tl.int32,
+    num_segments: tl.int32,
     D: tl.constexpr,
+    D_1: tl.constexpr,
+    D_2: tl.constexpr,
+    LAYERS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
     """Sum the contributions of a weight gradient's chunks in order; with one chunk, `wgrad` has written it already."""
     segment = tl.program_id(0)
-    rank = tl.load(rank_ptr + segment)
+    layer, block = _column_block(tl.program_id(1), D, D_1, BLOCK_D, LAYERS)
+    adapter = layer * num_segments + segment
+    rank = tl.load(rank_ptr + adapter)
     ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     if (tl.program_id(2) * BLOCK_R >= rank) | _has_one_chunk(chunk_begin_ptr, segment):
         return
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = (ranks < rank)[:, None] & (column < D)[None, :]
+    column = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    width = _of_layer(layer, D, D_1, D_2, LAYERS)
+    mask = (ranks < rank)[:, None] & (column < width)[None, :]
     sums = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
-    part_ptr = part_ptr + ranks.to(tl.int64)[:, None] * D + column[None, :]
+    part_ptr += part_ranks * _of_layer(layer, 0, D, D + D_1, LAYERS)
+    part_ptr = part_ptr + ranks.to(tl.int64)[:, None] * width + column[None, :]
     # In chunk order and without atomics, for the same bits every time.
     for chunk in range(tl.load(chunk_begin_ptr + segment), tl.load(chunk_begin_ptr + segment + 1)):
-        sums += tl.load(part_ptr + tl.cast(chunk, tl.int64) * part_ranks * D, mask=mask, other=0.0)
-    grad_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
-    grad_ptr = grad_ptr + ranks[:, None] * D + column[None, :]
+        sums += tl.load(part_ptr + tl.cast(chunk, tl.int64) * part_ranks * (D + D_1 + D_2), mask=mask, other=0.0)
+    grad_ptr += tl.multiple_of(tl.load(w_offset_ptr + adapter), 8)
+    grad_ptr = grad_ptr + ranks[:, None] * width + column[None, :]
     if ACCUMULATE:
         sums += tl.load(grad_ptr, mask=mask, other=0.0)
     tl.store(grad_ptr, sums, mask=mask)

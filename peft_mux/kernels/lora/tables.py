@@ -39,6 +39,9 @@ WIDE_BLOCK = 64
 MAX_RANK = 256
 """The largest rank of one adapter."""
 
+MAX_LAYERS = 3
+"""The largest number of layers of a group, such as q, k and v, that share a launch."""
+
 MAX_JOINT_RANK = 1024
 """The largest sum of ranks of adapters that are used as one, because they read the same activations."""
 
@@ -238,10 +241,10 @@ class SegmentTables:
 
 
 class RankTable:
-    """Adapters of all segments in one module, on the device.
+    """Adapters of all segments in one layer, or layer by layer in those that share a launch, on the device.
 
     Args:
-        ranks: rank of each segment's adapter; 0 if it has none in this module.
+        ranks: rank of each segment's adapter; 0 if it has none in this layer.
         scales: scale of each segment's adapter, alpha / rank or alpha / sqrt(rank).
         s_columns: first column of each segment in S, a multiple of 8; by default 0 for all, because segments share no
             row of S.
@@ -257,7 +260,7 @@ class RankTable:
         has_wide: whether there are larger ones; narrow and wide ranks have separate launches.
         has_dropout: whether launches draw masks.
         num_columns: number of columns of S that are needed.
-        num_segments: number of segments, G.
+        num_adapters: number of ranks.
 
     Raises:
         ValueError: if a rank is not in 0..1024.
@@ -272,7 +275,7 @@ class RankTable:
         dropouts: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        count = self.num_segments = len(ranks)
+        count = self.num_adapters = len(ranks)
         s_columns = [0] * count if s_columns is None else s_columns
         thresholds = [0] * count if dropouts is None else [philox.drop_threshold(p) for p in dropouts]
         keep_scales = [1.0] * count if dropouts is None else [philox.keep_scale(p) for p in dropouts]
@@ -303,29 +306,35 @@ class Factors:
     Each task keeps its adapters in its own memory. A launch receives one tensor and, for each segment, the distance of
     the segment's factor from the start of this tensor, in elements.
 
+    Several layers of a group may share a launch: their factors follow one another, layer by layer.
+
     Args:
-        parts: factor of each segment, contiguous `[R, width]`; `None` for a segment without an adapter here.
-        width: number of columns of all factors.
+        parts: factor of each segment in each layer, contiguous `[R, width]`; `None` for a segment without an adapter.
+        widths: number of columns of the factors of each layer, of at most `MAX_LAYERS`.
 
     Attributes:
         base: the first factor, from whose start distances are counted.
-        offset_G: int64, distance of each segment's factor from it in elements; multiples of 8 where `width` is one.
-        width: number of columns of every factor.
-        num_segments: number of segments, G.
+        offset_G: int64, distance of each factor from it in elements; multiples of 8 where its width is one.
+        widths: see above.
+        num_adapters: number of segments times the number of layers.
         launches: prepared launches of these factors; see `peft_mux.kernels.lora.launch`.
 
     Raises:
         ValueError: if there is no factor, or if one differs in width, dtype or device, or is not 16-byte aligned.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor | None], width: int) -> None:
+    def __init__(self, parts: Sequence[torch.Tensor | None], *widths: int) -> None:
         """Check the factors, and compute their distances from the first one."""
         present = [part for part in parts if part is not None]
         if not present:
             raise ValueError("factors must have at least one segment with an adapter, got none.")
         base = self.base = present[0]
-        self.width, self.num_segments = width, len(parts)
-        for part in present:
+        self.widths, self.num_adapters = widths, len(parts)
+        num_segments = len(parts) // len(widths)
+        for index, part in enumerate(parts):
+            if part is None:
+                continue
+            width = widths[index // num_segments]
             if part.dim() != 2 or part.shape[1] != width or not part.is_contiguous():
                 raise ValueError(f"a factor must be contiguous with {width} columns, got shape {tuple(part.shape)}.")
             if part.dtype != base.dtype or part.device != base.device:

@@ -325,7 +325,7 @@ class _Expand(torch.autograd.Function):
     def forward(ctx: Any, h_TC: torch.Tensor, launches: KernelCall, width: int) -> torch.Tensor:
         from peft_mux.kernels.lora import launch as kernels
 
-        part: Any = launches.group.layers[0]
+        _, part = launches.group.parts_of_b[0]
         out_TK = h_TC.new_empty(len(h_TC), width)
         kernels.expand(h_TC, part.values, out_TK, launches.segments, part.ranks, scaled=False)
         ctx.save_for_backward(h_TC)
@@ -339,7 +339,7 @@ class _Expand(torch.autograd.Function):
 
         (h_TC,) = ctx.saved_tensors
         launches, dout_TK = ctx.launches, rows_of(dout_TK)
-        part: Any = launches.group.layers[0]
+        _, part = launches.group.parts_of_b[0]
         dh_TC = torch.empty_like(h_TC)
         kernels.shrink(dout_TK, part.values, dh_TC, launches.segments, part.ranks, scaled=False)
         if part.gradients is not None:

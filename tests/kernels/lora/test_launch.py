@@ -150,8 +150,8 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
         lambda: shrink(ranks=DROPPING, places=torch.arange(7), module_seed=5),
         r"places must be contiguous int64 \[8\], got torch\.int64 of length 7",
     ),
-    "a short bias": (lambda: expand(bias=torch.zeros(COLUMNS - 1)), BIAS + r"\(31,\)"),
-    "a bias of another dtype": (lambda: expand(bias=torch.zeros(COLUMNS).half()), BIAS + r"\(32,\)"),
+    "a short bias": (lambda: expand(biases=[torch.zeros(COLUMNS - 1)]), BIAS + r"\(31,\)"),
+    "a bias of another dtype": (lambda: expand(biases=[torch.zeros(COLUMNS).half()]), BIAS + r"\(32,\)"),
     "gradients of another dtype": (
         lambda: kernels.wgrad(torch.empty(ROWS, 8), X, HALVES, SegmentTables([ROWS], [0]), RANKS, scaled=False),
         " must ",
@@ -165,7 +165,7 @@ def test_a_launch_that_does_not_fit_its_tensors_is_refused_though_another_was_pr
 ) -> None:
     shrink()
     shrink(ranks=DROPPING, places=torch.arange(ROWS), module_seed=5)
-    expand(bias=torch.zeros(COLUMNS))
+    expand(biases=[torch.zeros(COLUMNS)])
     expand()
     before = len(started)
     call, message = REFUSED[name]

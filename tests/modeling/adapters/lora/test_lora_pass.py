@@ -179,7 +179,7 @@ def bottlenecks_go_through_the_same_kernels() -> None:
     with tables_made() as made:
         together = one_pass(model(), batch("abc"))
     assert worst(together, on_slices) <= 1e-5
-    assert [len(group.layers) for group in made].count(1) >= 4, "two layers of each of two blocks"
+    assert [len(group.apart) for group in made].count(1) >= 4, "two layers of each of two blocks"
     mine = together[0][:1], {key: value for key, value in together[1].items() if key.startswith("a ")}
     assert differing(one_pass(model(), batch("a")), mine) == []
     watched, seen = model(), []
