@@ -58,7 +58,6 @@ STILL_IMPORTED = {
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
     "trainer.loop": "trainer.relocation",
     "trainer.opening": "reporting.report",
-    "trainer.placement": "engine.parallelize engine.tasks.sharding",
     "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",
 }
 """The wings that modules of the core still import. This list only gets shorter."""

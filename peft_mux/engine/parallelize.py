@@ -1,120 +1,77 @@
-"""`ModelPart`: the part of a run's model that one process holds in a layout; `ModelPart.parallelize` creates it.
+"""`ParallelPart`: what one of several processes holds of a run's model: all of it, or a part.
 
-If every process holds the whole model, it is loaded and moved to its device. Otherwise a process reads only the weights
-of its own stage and keeps its tensor parallel rank's part of them. Of every adapter it gets the matching part, with the
-same initial values as in a single process.
+A process reads only the weights of its own stage, and keeps its tensor parallel rank's part of them. Of every adapter
+it gets the matching part, with the same initial values as in a single process.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.allocator import use_expandable_segments
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
-from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.divided_adapters import narrow
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp import shard_backbone
+from peft_mux.engine.fsdp import ShardedBackbone, shard_backbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import check_layout
+from peft_mux.engine.model_part import ModelPart, complete_tasks
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.active_task import ResolvedTask
+from peft_mux.engine.tasks.active_task import ResolvedTask, TaskTable
+from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.engine.tasks.setup import adapters_of
+from peft_mux.engine.tasks.sharding import OptimizerShards
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
-from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.kernels.availability import runs_kernels
+from peft_mux.engine.work import StepResult
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
-from peft_mux.modeling.backbone.digests import weight_digests
-from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelModel:
-    """The part of a run's model that a process holds after parallelizing, and its executor.
-
-    Attributes:
-        model: the model of this process, whole or a part, with its weights, on its device, in training mode.
-        executor: runs the passes of this process.
-        digests: digests of this process's frozen weights by name.
-        tensor_parallel: how the model was cut for tensor parallelism; `None` if no replica is.
-        links: all-reduces over the tensor parallel group; `None` if no replica has several ranks.
-    """
-
-    model: MultiTaskPeftModel
-    executor: Executor
-    digests: dict[str, str]
-    tensor_parallel: TensorParallelModel | None
-    links: TensorLinks | None
-
-    def close(self) -> None:
-        """Close all connections that only this part uses; all processes must call this at the same time."""
-        self.executor.close()
-        if self.links is not None:
-            self.links.close()
-
-
-class ModelPart:
+class ParallelPart(ModelPart):
     """The part of the model that one process holds in a layout.
 
-    Args:
-        source: where the backbone comes from.
-        args: the arguments of the run.
-        layout: which process holds which part of which replica.
-        rank: global rank of the process.
-
-    Attributes:
-        place: replica, stage and tensor parallel rank of the process.
-        num_stages: pipeline stages of this process's replica.
-        is_whole: whether this process holds the whole model.
+    Processes that hold the whole model share it if their frozen weights (`shard_backbone`) or their optimizers
+    (`shard_optimizer`) are sharded. Every process goes through the same steps in any layout, because many of them are
+    collective; steps that its layout does not need do nothing.
     """
 
     def __init__(
         self, source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int
     ) -> None:
-        self.source, self.args, self.layout = source, args, layout
-        self.place = layout.place(rank)
-        replica = layout.replicas[self.place.replica]
-        self.num_stages, self.tp_size, self.is_whole = replica.pp, replica.tp, replica.num_gpus == 1
+        super().__init__(source, args, layout, rank)
         self._num_chunks = 2 if args.pipeline_schedule == "interleaved_1f1b" else 1
+        self._stage: StageModel | None = None
+        self._tensor_links: TensorLinks | None = None
+        self._links: TurnLinks | None = None  # the same, for interleaved passes too
+        self._tensor_parallel: TensorParallelModel | None = None
+        self._sharded: ShardedBackbone | None = None
+        self._shards: OptimizerShards | None = None
+
+    @property
+    def runs_whole_model(self) -> bool:
+        """Whether this process alone has all weights that its passes need."""
+        return self.is_whole and self._sharded is None
 
     def check(self, tasks: Sequence[ResolvedTask], backbone: Any) -> None:
-        """Reject settings that the layout does not support.
-
-        Args:
-            tasks: the tasks of the run, or those that are to join it.
-            backbone: the transformers model, possibly without weights.
-
-        Raises:
-            ConfigError: if there are any; the message names every task and field.
-            UnsupportedModelError: if the architecture cannot be partitioned.
-        """
+        """Reject settings that the layout does not support; see `ModelPart.check`."""
         is_quantized = self.source.quantization is not None
         check_layout(self.layout, is_quantized=is_quantized, args=self.args, tasks=tasks, backbone=backbone)
 
-    def outline(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> Any:
-        """Return the whole model without weights for planning, because `described` itself will be partitioned.
-
-        Args:
-            described: the whole model, possibly without weights.
-            tasks: the tasks of the run, in registration order.
-        """
+    def outline(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
+        """Return the whole model without weights for planning, because `described` itself will be partitioned."""
         if self.layout.is_data_parallel or is_meta(described.backbone):
             return described
         # Plans need the whole model, and partitioning consumes `described`.
@@ -122,95 +79,56 @@ class ModelPart:
             backbone = type(described.backbone)(described.backbone.config)
         return assign_settings(MultiTaskPeftModel(backbone, **adapters_of(tasks), verify=False), tasks)
 
-    def parallelize(
-        self,
-        described: MultiTaskPeftModel,
-        tasks: Sequence[ResolvedTask],
-        plan: Plan | None,
-        processes: Processes,
-        keeper_of: Callable[[str], int] | None = None,
-    ) -> ParallelModel:
-        """Create the part of the model that this process holds, and its executor.
-
-        All processes of the run must call this, because most steps are collective: all processes create process groups
-        in the same order. Each process goes through the same steps in any layout; steps that its layout does not need
-        do nothing.
-
-        Args:
-            described: the whole model, possibly without weights.
-            tasks: the tasks of the run, in registration order.
-            plan: determines the layers of each stage, and is the initial plan of a pipeline; may be `None` if the
-                replica of this process has one stage.
-            processes: the processes of the run, connected.
-            keeper_of: returns the rank that steps a task, if optimizers are sharded.
-
-        Raises:
-            ConfigError: if the weights cannot be loaded.
-            ProcessError: if another process does not join within the time limit.
-        """
-        args, layout = self.args, self.layout
-        model, stage = self._load_weights(described, tasks, plan)
-        digests = weight_digests(model.backbone)  # as they were saved: later steps leave only parts of them
-
-        # Tensor parallelism. Every process takes part in creating all groups, even if its own has one rank. Layers
-        # always use links that support interleaved passes.
-        links = TensorLinks(layout.tensor_groups, processes) if layout.is_tensor_parallel else None
-        turn_links = None if links is None else TurnLinks(links)
-        is_sharded = args.shard_backbone and not processes.is_alone
+    def _divide(self, model: MultiTaskPeftModel, processes: Processes) -> None:
+        """Cut the model for tensor parallelism, or shard its frozen weights; all processes call this."""
+        layout, stage = self.layout, self._stage
+        is_sharded = self.args.shard_backbone and not processes.is_alone
+        # Every process takes part in creating all groups, even if its own has one rank.
+        if layout.is_tensor_parallel:
+            self._tensor_links = TensorLinks(layout.tensor_groups, processes)
+            self._links = TurnLinks(self._tensor_links)
         if stage is None and (is_sharded or not self.is_whole):
             model.verify_once()  # a part of a model computes nothing by itself
-        tensor_parallel = None if turn_links is None else TensorParallelModel(model, turn_links)
-
-        if args.device.type == "cuda":
-            use_expandable_segments()
-        sharded = None
+        if self._links is not None:
+            self._tensor_parallel = TensorParallelModel(model, self._links)
         if is_sharded:
             # FSDP2 moves one unit to the device and cuts it before the next one.
-            sharded = shard_backbone(model, processes, stage, None if stage is None else layout)
-        model.to(args.device)  # only now, so that no device ever holds what it does not keep
-        if not is_sharded and self.is_whole:
-            # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in
-            # every precision, so the model's own is enough there.
-            is_autocast = args.bf16 and args.device.type == "cuda"
-            with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
-                self._fuse_layers(model)
-                model.verify_once()
-        begin_from_adapters(model, tasks)
-        if args.uses_checkpointing:
-            model.activation_checkpointing_enable(**args.checkpointing_kwargs)
-        model.train()
+            self._sharded = shard_backbone(model, processes, stage, None if stage is None else layout)
 
+    def _make_executor(
+        self, model: MultiTaskPeftModel, plan: Plan | None, processes: Processes, table: TaskTable
+    ) -> Executor:
+        args, layout, stage = self.args, self.layout, self._stage
+        if args.shard_optimizer and not processes.is_alone:
+            self._shards, self.has_keepers = OptimizerShards(processes, table, model), True
         interleaving = None
-        if turn_links is not None and turn_links.size > 1:
+        if self._links is not None and self._links.size > 1:
             # The plan determines how many passes are interleaved.
-            interleaving = Interleaving(model, turn_links, recomputes=args.uses_checkpointing, processes=processes)
-        reduce_dtype = torch.bfloat16 if args.reduce_dtype == "bfloat16" else None
-        options: dict[str, Any] = {"keeper_of": keeper_of, "reduce_dtype": reduce_dtype}
-        sync = GradientSync(model, processes, layout, is_deferred=is_sharded, **options)
+            interleaving = Interleaving(model, self._links, recomputes=args.uses_checkpointing, processes=processes)
+        sync = GradientSync(
+            model,
+            processes,
+            layout,
+            is_deferred=self._sharded is not None,
+            keeper_of=None if self._shards is None else self._shards.keeper_of,
+            reduce_dtype=torch.bfloat16 if args.reduce_dtype == "bfloat16" else None,
+        )
         shared: dict[str, Any] = {"bf16": args.bf16, "sync": sync}
         if stage is not None:
             assert plan is not None, "several stages are planned before they are cut"
-            shared |= {"interleaving": interleaving, "sharded": sharded, "pipelines": layout.pipelines}
-            executor = PipelineExecutor(stage, plan, processes, **shared)
-        else:
-            if any(replica.pp > 1 for replica in layout.replicas):
-                # This process needs none of them, but every process takes part in creating the groups of all pipelines.
-                PipelineLinks(layout.pipelines, self._num_chunks, processes)
-            # A run that is resumed captures other passes than before, which pad differently and so round differently.
-            graphs = False if args.cuda_graphs == "auto" and args.full_determinism else args.cuda_graphs
-            executor = Executor(model, runner=interleaving or sharded, **shared)
-            if graphs is True or (graphs == "auto" and args.device.type == "cuda" and processes.is_alone):
-                executor.runner = CapturedPasses(model, executor.precision, is_auto=graphs == "auto")
-        if plan is not None:
-            executor.follow(plan)
-        return ParallelModel(model, executor, digests, tensor_parallel, links)
+            shared |= {"interleaving": interleaving, "sharded": self._sharded, "pipelines": layout.pipelines}
+            return PipelineExecutor(stage, plan, processes, **shared)
+        if any(replica.pp > 1 for replica in layout.replicas):
+            # This process needs none of them, but every process takes part in creating the groups of all pipelines.
+            PipelineLinks(layout.pipelines, self._num_chunks, processes)
+        return Executor(model, runner=interleaving or self._sharded, **shared)
 
-    def _load_weights(
+    def _read_weights(
         self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], plan: Plan | None
-    ) -> tuple[MultiTaskPeftModel, StageModel | None]:
-        """Return this process's model with its weights, and also as a `StageModel` if it is a pipeline stage."""
+    ) -> MultiTaskPeftModel:
+        """Return the model of this process's stage, with its weights."""
         if self.num_stages == 1:
-            return self.source.load(described, tasks), None
+            return super()._read_weights(described, tasks, plan)
         assert plan is not None, "several stages are planned before they are cut"
         num_layers, num_chunks = sum(plan.layers_per_stage), self._num_chunks
         layers_per_stage = plan.layers_per_stage
@@ -224,82 +142,57 @@ class ModelPart:
         if folder is None:  # load the whole model and cut it
             whole = self.source.load(described, tasks)
             whole.verify_once()
-            stage = StageModel(whole, stages, self.place.stage)
+            self._stage = StageModel(whole, stages, self.place.stage)
         else:
             adapters = adapters_of(tasks)
             configs, options = adapters["peft_configs"], {"seeds": adapters["seeds"], "dtype": self.source.dtype}
-            stage = load_stage(folder, configs, stages, self.place.stage, **options)
-        return assign_settings(stage.model, tasks), stage
+            self._stage = load_stage(folder, configs, stages, self.place.stage, **options)
+        return assign_settings(self._stage.model, tasks)
 
-    def _fuse_layers(self, model: MultiTaskPeftModel) -> None:
-        """Let the backbone compute by Liger's kernels if the arguments ask for it or leave it open.
+    def register(self, model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> None:
+        """Add tasks to this process's part of the model."""
+        if self.is_whole:
+            super().register(model, tasks)
+        else:
+            register_parts(model, tasks, self._tensor_parallel)
 
-        Raises:
-            ConfigError: if it was asked for and cannot be done.
-        """
-        wanted = self.args.use_liger_kernel
-        if wanted is False or (wanted == "auto" and not (has_liger() and runs_kernels(model.device))):
-            return
-        reason = fuse_layers(model, self.args.liger_kernel_config)
-        if reason and wanted is True:
-            raise ConfigError(f"args.use_liger_kernel must be False for this model, got True: {reason}.")
-        if reason:
-            warnings.warn(f"norms, RoPE and MLPs are not fused, because {reason}.", stacklevel=2)
+    def assign_keeper(self, optimizer: TaskOptimizer, before: TaskOptimizer | None) -> None:
+        """Choose the process that steps a task if optimizers are sharded; it stays the same for a task."""
+        if self._shards is not None:
+            optimizer.keeper = self._shards.choose_keeper() if before is None else before.keeper
+            optimizer.steps_here = optimizer.keeper == self._shards.processes.rank
+
+    def apply(self, table: TaskTable, result: StepResult) -> None:
+        """Step every task with the gradients of a step, here or on its keeper."""
+        if self._shards is None:
+            super().apply(table, result)
+        else:
+            self._shards.apply(result)
+
+    def close(self) -> None:
+        """Let go of the model and close connections that only this part uses; all processes call this together."""
+        super().close()
+        if self._tensor_links is not None:
+            self._tensor_links.close()
+        self._stage = self._tensor_links = self._links = self._tensor_parallel = self._sharded = self._shards = None
 
 
-def register_tasks(
-    model: MultiTaskPeftModel,
-    tasks: Sequence[ResolvedTask],
-    *,
-    is_whole: bool,
-    tensor_parallel: TensorParallelModel | None,
+def register_parts(
+    model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], tensor_parallel: TensorParallelModel | None
 ) -> None:
-    """Add tasks to a whole or partial model with the same initial weights as in a single process.
+    """Add tasks to a part of a model with the same initial weights as in a single process.
 
-    For a part, weights are drawn for the whole adapter, on a backbone without memory for its weights: a part has fewer
-    or narrower layers, so the same seed would give other weights.
+    Weights are drawn for the whole adapter, on a backbone without memory for its weights: a part has fewer or narrower
+    layers, so the same seed would give other weights.
 
     Args:
-        model: the model of this process: whole, a stage, or a tensor parallel rank's part of one.
+        model: the model of this process: a stage, or a tensor parallel rank's part of one.
         tasks: the new tasks.
-        is_whole: whether this process holds the whole model.
         tensor_parallel: how the model was cut for tensor parallelism; `None` if it was not.
 
     Raises:
         ConfigError: if there are errors; the message names all of them for every new task, and no task is added.
     """
-    if is_whole:
-        model.register_tasks(**adapters_of(tasks))
-    else:
-        _register_parts(model, tasks, tensor_parallel)
-    assign_settings(model, tasks)
-    try:
-        begin_from_adapters(model, tasks)
-    except ConfigError:
-        model.remove_tasks([task.name for task in tasks])
-        raise
-
-
-def begin_from_adapters(model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> None:
-    """Load the initial adapters of tasks; for a model without weights, only compare the tensors.
-
-    Raises:
-        ConfigError: if a tensor is missing, unexpected or has another shape; the message names the task and the first
-            such tensor.
-    """
-    for task in tasks:
-        if (folder := task.task.init_adapter) is None:
-            continue
-        try:
-            model.begin_from(task.name, str(folder), keeps_reference=task.has_adapter_reference)
-        except CheckpointError as error:
-            raise ConfigError(f"tasks.{task.name}.init_adapter: {error}") from error
-
-
-def _register_parts(
-    model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], tensor_parallel: TensorParallelModel | None
-) -> None:
-    """Add tasks to a part of a model; see `register_tasks`."""
     adapters = adapters_of(tasks)
     whole = blank_model(model.backbone, adapters["peft_configs"], adapters["seeds"])
     for task in tasks:
@@ -309,10 +202,10 @@ def _register_parts(
         here = adapted & set(adaptable_modules(model.backbone))
         completed = whole.peft_config[whole.adapter_of(name)]
         if here:
-            own: Any = copy.deepcopy(task.peft_config)
-            narrow(own, sorted(here))
+            part_config: Any = copy.deepcopy(task.peft_config)
+            narrow(part_config, sorted(here))
             # It was already checked against the whole model, whose layers are wider.
-            model.register_tasks(**{**adapters_of([task]), "peft_configs": {name: own}}, are_checked=True)
+            model.register_tasks(**{**adapters_of([task]), "peft_configs": {name: part_config}}, are_checked=True)
             if tensor_parallel is not None:
                 tensor_parallel.register_pieces([name])
             # The configuration of the whole adapter is saved, without names that belong to this part.
@@ -324,3 +217,4 @@ def _register_parts(
             # Still registered by name, because every process must count, sum and finish the same tasks.
             model.registry.register_absent(model, name, copy.deepcopy(completed))
         model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(drawn)
+    complete_tasks(model, tasks)

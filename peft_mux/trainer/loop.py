@@ -125,13 +125,13 @@ class TrainingLoop:
                 break
             work, started = again, time.perf_counter()
         self._call_all("on_pre_optimizer_step", result.losses)
-        if self._placement.shards:  # keepers send weights, so all processes must step the same tasks
+        if self._placement.part.has_keepers:  # keepers send weights, so all processes must step the same tasks
             self._apply_endings(self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False)[0])
         steps = {name: loss for name, loss in result.losses.items() if run.table[name].status is TaskStatus.RUNNING}
         result = replace(result, losses=steps, norms=result.norms and {name: result.norms[name] for name in steps})
         run.processes.wait_for_device()
         run.is_updating = True
-        (self._placement.shards or run.table).apply(result)
+        self._placement.part.apply(run.table, result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
         self._plans.record_step(result, time.perf_counter() - started)
         run.state.global_step += 1

@@ -14,20 +14,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.task_state import TaskState, gather_task, take_from, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.parallelize import ModelPart, ParallelModel, begin_from_adapters, register_tasks
+from peft_mux.engine.model_part import ModelPart, begin_from_adapters, register_tasks
 from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.setup import decide_sharing
-from peft_mux.engine.tasks.sharding import OptimizerShards
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, task_arguments
 from peft_mux.trainer.run import Run, mark_main_process
+
+MakePart = Callable[[BackboneSource, MultiTaskTrainingArguments, ParallelLayout, int], ModelPart]
 
 
 class Placement:
@@ -37,6 +39,7 @@ class Placement:
         run: the present run.
         source: where the backbone comes from.
         described: the multi-task model of the run's tasks, possibly without weights.
+        make_part: returns the part of the model that a process holds, by source, arguments, layout and rank.
 
     Attributes:
         source: where the backbone comes from.
@@ -44,7 +47,6 @@ class Placement:
         part: which part of the model this process holds.
         outline: the whole model, possibly without weights, from which plans are made; `None` while it is released.
         model: the model that trains, or its description before it is loaded; `None` while it is released.
-        shards: which process steps which task; `None` if each process steps all of them.
         lock: held while adapters come and go, and by threads that look at them.
         on_change: called after `model` or `outline` became another object.
 
@@ -53,15 +55,13 @@ class Placement:
         UnsupportedModelError: if the architecture cannot be cut as the layout says.
     """
 
-    def __init__(self, run: Run, source: BackboneSource, described: MultiTaskPeftModel) -> None:
+    def __init__(self, run: Run, source: BackboneSource, described: MultiTaskPeftModel, make_part: MakePart) -> None:
         """Check what the layout allows; load nothing."""
-        self._run, self.source = run, source
+        self._run, self.source, self._make_part = run, source, make_part
         self.lock = threading.RLock()
-        self.tasks = [own.resolved for own in run.table]
+        self.tasks = [task.resolved for task in run.table]
         self.model: Any = described
         self.outline: Any = described
-        self._parallel: ParallelModel | None = None
-        self.shards: OptimizerShards | None = None
         self.on_change: Callable[[], None] = lambda: None
         self.part = self.part_for_layout(run.layout)
         # Read now, as a stage later holds only some of the modules.
@@ -73,13 +73,13 @@ class Placement:
     @property
     def is_loaded(self) -> bool:
         """Whether the weights are loaded."""
-        return self._parallel is not None
+        return self.part.executor is not None
 
     @property
     def executor(self) -> Executor:
         """The executor, which runs passes through the model; only after `load`."""
-        assert self._parallel is not None, "the model is loaded before it is trained or evaluated"
-        return self._parallel.executor
+        assert self.part.executor is not None, "the model is loaded before it is trained or evaluated"
+        return self.part.executor
 
     def load(self, plan_stages: Callable[[], Plan]) -> dict[str, str]:
         """Load the weights and place the model, if it is still a description; return digests of the frozen weights.
@@ -93,25 +93,19 @@ class Placement:
             ProcessError: if another process does not come.
         """
         with self.lock:
-            if self._parallel is None:
-                self._run.processes.connect()
-                plan = None if self.part.num_stages == 1 else plan_stages()
+            if not self.is_loaded:
                 processes = self._run.processes
-                is_sharded = self._run.args.shard_optimizer and not processes.is_alone
-                self.shards = OptimizerShards(processes, self._run.table, self.model) if is_sharded else None
-                keeper_of = None if self.shards is None else self.shards.keeper_of
-                self._parallel = self.part.parallelize(self.model, self.tasks, plan, processes, keeper_of)
-                self.model = self._parallel.model
-                if self.shards is not None:
-                    self.shards.model = self.model
+                processes.connect()
+                plan = None if self.part.num_stages == 1 else plan_stages()
+                self.model = self.part.load(self.model, self.tasks, plan, processes, self._run.table)
                 if self.part.is_whole:
                     self.outline = self.model  # a part has no shapes of whole parameters, which plans need
                 saver = self._run.saver
                 saver.gather, saver.agree = None, bool
-                if not self._run.layout.is_data_parallel or is_sharded:
+                if not self._run.layout.is_data_parallel or self.part.has_keepers:
                     saver.gather, saver.agree = self._gather_state, lambda saved: all(processes.gather(saved))
                 self.on_change()
-            return self._parallel.digests
+            return self.part.digests
 
     # ------------------------------------------------------------------ tasks
 
@@ -134,9 +128,8 @@ class Placement:
         with self.lock:
             # The outline first: PEFT refuses there, before the part that trains is touched.
             if self.outline is not self.model:
-                register_tasks(self.outline, tasks, is_whole=True, tensor_parallel=None)
-            tensor_parallel = None if self._parallel is None else self._parallel.tensor_parallel
-            register_tasks(self.model, tasks, is_whole=self.part.is_whole, tensor_parallel=tensor_parallel)
+                register_tasks(self.outline, tasks)
+            self.part.register(self.model, tasks)
             decide_sharing(runs, self._run.args, self._unshared_reason)
             self.tasks = [*self.tasks, *tasks]
 
@@ -165,20 +158,17 @@ class Placement:
         """Give a task its optimizer, and the copy of its weights to which it falls back if a step is not finite."""
         parameters, slab = self.model.task_parameters(task.name), self.model.registry.slab_of(task.name)
         before, task.optimizer = task.optimizer, None
-        keeper = 0
-        if self.shards is not None:
-            keeper = self.shards.choose_keeper() if before is None else before.keeper
-        task.optimizer = TaskOptimizer(task.name, parameters, task.hyper, task.num_steps, self._run.args, slab)
-        task.optimizer.keeper = keeper
-        task.optimizer.steps_here = self.shards is None or keeper == self._run.processes.rank
+        optimizer = TaskOptimizer(task.name, parameters, task.hyper, task.num_steps, self._run.args, slab)
+        self.part.assign_keeper(optimizer, before)
+        task.optimizer = optimizer
         task.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
 
     def _gather_state(self, task: ActiveTask, *, only_weights: bool = False) -> TaskState | None:
         """Return a task's state, assembled from the parts of the first replica; `None` except on the first process."""
-        if self.shards is not None:
+        if self.part.has_keepers:
             keeper = 0 if only_weights or task.optimizer is None else task.optimizer.keeper
-            own = partial(take_snapshot, task, self.model, only_weights=only_weights)
-            return take_from(self._run.processes, keeper, own)
+            snapshot = partial(take_snapshot, task, self.model, only_weights=only_weights)
+            return take_from(self._run.processes, keeper, snapshot)
         # Replicas hold equal adapters after every step, so one of them is enough.
         if self.part.place.replica > 0:
             return None
@@ -197,7 +187,7 @@ class Placement:
             ConfigError: naming every task and field that the layout does not allow.
             UnsupportedModelError: if the architecture cannot be cut so.
         """
-        part = ModelPart(self.source, self._run.args, layout, self._run.processes.rank)
+        part = self._make_part(self.source, self._run.args, layout, self._run.processes.rank)
         part.check(self.tasks, self.outline.backbone)
         return part
 
@@ -206,9 +196,9 @@ class Placement:
 
         `load` reads it. All processes call this at the same time; the state of the tasks must be saved by then.
         """
-        if self._parallel is not None:
-            self._parallel.close()
-            self._parallel = self.model = self.outline = None
+        if self.is_loaded:
+            self.part.close()
+            self.model = self.outline = None
             # Every reference to the weights must go, or two models would have to fit into memory.
             for run in self._run.table:
                 run.optimizer = run.last_good = None

@@ -10,7 +10,7 @@ import time
 
 from peft_mux.checkpoint.task_state import TaskState, put_snapshot
 from peft_mux.engine.layout import AUTO, layout_of_text, parse_layout
-from peft_mux.engine.parallelize import ModelPart
+from peft_mux.engine.model_part import ModelPart
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
 from peft_mux.planning.deployment import report_deployment
@@ -123,8 +123,7 @@ class Relocation:
             # Rank 0 decides, as predicted times differ between processes.
             processes = self._run.processes
             if replicas := processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]:
-                layout = parse_layout(replicas)
-                self._target = ModelPart(self._placement.source, self._run.args, layout, processes.rank)
+                self._target = self._placement.part_for_layout(parse_layout(replicas))
         if self._target is None:
             return False
         try:

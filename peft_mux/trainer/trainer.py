@@ -47,6 +47,9 @@ from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.cuda_graphs import CapturedPasses
+from peft_mux.engine.model_part import ModelPart
+from peft_mux.engine.parallelize import ParallelPart
 from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.tasks.setup import make_active_tasks, read_held_out, resolve_tasks
 from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_faults
@@ -64,6 +67,7 @@ from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
 from peft_mux.scheduler.deployment.deployment_report import DeploymentReport
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan_views import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus, opened_rows
@@ -194,7 +198,7 @@ class MultiTaskTrainer(Trainer):
         mark_main_process(self.state, run_args)
 
         run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table)
-        placement = Placement(run, source, described)
+        placement = Placement(run, source, described, _part_of)
         collator = make_collator(run_args)
         planner = Planner(placement.outline, source, run_args, collator, run.layout.num_replicas)
         plans = PlanFollower(run, placement, planner)
@@ -215,6 +219,12 @@ class MultiTaskTrainer(Trainer):
         if (folder := self._run.saver.folder) is not None:
             folder.model = model
         self._plans.follow_model()
+        placement, graphs = self._placement, self.args.cuda_graphs
+        # A run that is resumed captures other passes than before, which pad differently and so round differently.
+        is_auto = graphs == "auto" and not self.args.full_determinism and self._run.processes.is_alone
+        if placement.is_loaded and (graphs is True or (is_auto and self.args.device.type == "cuda")):
+            executor = placement.executor
+            executor.runner = CapturedPasses(executor.model, executor.precision, is_auto=is_auto)
 
     # ------------------------------------------------------------- overview
 
@@ -659,6 +669,12 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
         self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
+
+
+def _part_of(source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int) -> ModelPart:
+    """Return the part of the model that a process holds: the whole model, if nothing asks for several processes."""
+    asks = args.shard_backbone or args.shard_optimizer or args.redeploy or args.interleaved_passes not in ("auto", 1)
+    return (ParallelPart if asks or layout.world_size > 1 else ModelPart)(source, args, layout, rank)
 
 
 def _refusing(name: str, instead: str) -> Callable[..., Any]:

@@ -31,7 +31,8 @@ from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import parse_layout
-from peft_mux.engine.parallelize import register_tasks
+from peft_mux.engine.model_part import register_tasks
+from peft_mux.engine.parallelize import register_parts
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.pipeline_plan import PipelinePlan
@@ -332,7 +333,7 @@ def plan_of(num_stages: int, schedule: Any = "1f1b", num_chunks: int = 1, *, hol
 
 
 class Engine:
-    """The part of a case that one process holds, as `ModelPart` makes it, and what runs it."""
+    """The part of a case that one process holds, as `ParallelPart` makes it, and what runs it."""
 
     def __init__(self, case: Case, processes: Processes) -> None:
         self.case, self.processes, self.layout = case, processes, parse_layout(case.layout)
@@ -383,7 +384,10 @@ class Engine:
         rows, num_labels = [{"input_ids": [1, 2]}], 3 if task_type else None
         task = Task(name=name, peft_config=config, train_dataset=rows, seed=9, max_steps=9, num_labels=num_labels)
         tasks = resolve_tasks([task], args)
-        register_tasks(self.model, tasks, is_whole=self.is_whole, tensor_parallel=self.tensor_parallel)
+        if self.is_whole:
+            register_tasks(self.model, tasks)
+        else:
+            register_parts(self.model, tasks, self.tensor_parallel)
         self.model.train()
 
     def states(self, optimizers: Mapping[str, Any]) -> dict[str, TaskState | None]:

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, MultiTaskTrainingArguments
-from peft_mux.engine.parallelize import register_tasks
+from peft_mux.engine.parallelize import register_parts
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.tasks.setup import resolve_tasks
 from tests.modeling.adapters.alone import task
@@ -57,7 +57,7 @@ def test_a_stage_knows_how_deep_the_tasks_lie_that_come_later(tmp_path: Path) ->
         for name, layer in {"late": 3, "absent": 1}.items()
     }
     tasks = resolve_tasks([task(name, config, 0) for name, config in configs.items()], args)
-    register_tasks(model, tasks, is_whole=False, tensor_parallel=None)
+    register_parts(model, tasks, None)
     lowest = {name: model.stream.lowest_layers[model.adapter_of(name)] for name in model.tasks}
     assert lowest == {**LOWEST, "late": 3, "absent": 1}
 

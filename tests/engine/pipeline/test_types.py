@@ -12,7 +12,7 @@ from peft import PeftConfig, PeftType
 from peft_mux import MultiTaskPeftModel, MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.divided_adapters import divided_kind_faults
-from peft_mux.engine.parallelize import register_tasks
+from peft_mux.engine.parallelize import register_parts
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
 from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
@@ -93,7 +93,7 @@ def test_a_stage_draws_the_adapters_of_the_whole_model_from_a_folder_and_when_ta
     ).model
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     tasks = resolve_tasks([task(name, config, 0, seed=seeds[name]) for name, config in configs().items()], args)
-    register_tasks(joined, tasks, is_whole=False, tensor_parallel=None)
+    register_parts(joined, tasks, None)
     stages = [load_stage(tmp_path, configs(), LAYOUT, number, seeds=seeds).model for number in range(2)]
     for model, layer in ((stages[0], 0), (stages[1], 1), (joined, 1)):
         for name in whole.tasks:
