@@ -56,7 +56,6 @@ STILL_IMPORTED = {
     "reporting.run_log": "reporting.report",
     "task": "from_trl modeling.generation.options",
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
-    "trainer.loop": "trainer.relocation",
     "trainer.opening": "reporting.report",
     "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",
 }

@@ -36,8 +36,7 @@ from peft_mux.task import TaskStatus
 from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
-from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.relocation import Relocation
+from peft_mux.trainer.placement import Moves, Placement
 from peft_mux.trainer.run import Run, write_task_files
 from peft_mux.trainer.run_plans import RunPlans
 
@@ -49,13 +48,14 @@ class TrainingLoop:
         run: the present run.
         placement: the model of this process.
         plans: the plan that is followed, the work of each step, and what it took.
-        relocation: moves the run to other replicas between steps.
+        moves: moves the run to other replicas between steps.
         collator: packs held-out rows into passes.
 
     Attributes:
         opening: prepares everything for the next step.
         membership: adds and removes tasks between steps, and handles those that end.
         evaluator: evaluates tasks on their held-out rows.
+        moves: moves the run to other replicas between steps.
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
@@ -64,12 +64,11 @@ class TrainingLoop:
         run: Run,
         placement: Placement,
         plans: RunPlans,
-        relocation: Relocation,
+        moves: Moves,
         collator: ChunkPackingCollator,
     ) -> None:
-        self._run, self._placement, self._plans = run, placement, plans
-        self._relocation = relocation
-        self.opening = Opening(run, placement, plans, relocation.choose_replicas)
+        self._run, self._placement, self._plans, self.moves = run, placement, plans, moves
+        self.opening = Opening(run, placement, plans, moves.choose_replicas)
         self.membership = Membership(run, placement, plans)
         self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator)
         self._agreement = Agreement(run.processes)
@@ -265,7 +264,7 @@ class TrainingLoop:
             run.state.global_step,
             run.table,
             wants_stop=run.control.should_training_stop,
-            replicas=self._relocation.target,
+            replicas=self.moves.target,
             last_step_s=plans.last_step.seconds,
             last_passes_s=plans.last_step.passes_s,
             num_commands=len(self.membership.queue.labels),
@@ -291,7 +290,7 @@ class TrainingLoop:
             require_consistent(run.processes, {"tasks": facts})
         takes_step = bool(run.table.running) and not wants_stop
         # After the endings of other processes, as tasks that come or go make a move pay.
-        if takes_step and self._relocation.move_if_asked():
+        if takes_step and self.moves.move_if_asked():
             plans.replan()
         elif takes_step:
             plans.replan_if_faster()

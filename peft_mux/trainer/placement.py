@@ -208,3 +208,19 @@ class Placement:
         self.model = self.source.describe(self.tasks)
         self.outline = self.part.outline(self.model, self.tasks)
         self.on_change()
+
+
+class Moves:
+    """The replicas of a run that stays where it begins; `Relocation` chooses them, and moves the run to others."""
+
+    @property
+    def target(self) -> str:
+        """Replicas to which the run moves before its next step; "" for none."""
+        return ""
+
+    def choose_replicas(self) -> None:
+        """Choose the replicas before the model is loaded, if the arguments leave it open."""
+
+    def move_if_asked(self) -> bool:
+        """Move if that was asked for, or pays off now that tasks have come or gone; return whether the run moved."""
+        return False

@@ -17,7 +17,7 @@ from peft_mux.planning.deployment import report_deployment
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, layout_text
 from peft_mux.task import TaskStatus
-from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.placement import Moves, Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 
@@ -26,7 +26,7 @@ class _NotSavedError(CheckpointError):
     """A run could not be saved before a move; nothing was released yet."""
 
 
-class Relocation:
+class Relocation(Moves):
     """Decides whether moving to other replicas pays off, and moves the run.
 
     Args:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ from peft_mux.trainer.inputs import (
     trainer_constructor,
 )
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
-from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.placement import Moves, Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
@@ -203,14 +204,18 @@ class MultiTaskTrainer(Trainer):
         planner = Planner(placement.outline, source, run_args, collator, run.layout.num_replicas)
         plans = PlanFollower(run, placement, planner)
         self._run, self._placement, self._plans = run, placement, plans
-        self._relocation, self._reporter = Relocation(run, placement, plans), Reporter(run, plans)
-        self._loop = loop = TrainingLoop(run, placement, plans, self._relocation, collator)
+        moves = self._relocation if run_args.redeploy or not run.processes.is_alone else Moves()
+        self._loop = loop = TrainingLoop(run, placement, plans, moves, collator)
         self._membership, self._evaluator = loop.membership, loop.evaluator
-        self.control_channel = Control(run, loop.membership)
-        moves = {"enabled": not run_args.disable_tqdm, "device": run_args.device}
-        run.log.make_progress = lambda: make_progress(**moves, is_main_process=run.log.is_shown)
+        self.control_channel, self._reporter = Control(run, loop.membership), Reporter(run, plans)
+        shows = {"enabled": not run_args.disable_tqdm, "device": run_args.device}
+        run.log.make_progress = lambda: make_progress(**shows, is_main_process=run.log.is_shown)
         placement.on_change = self._use_model
         self._use_model()
+
+    @cached_property
+    def _relocation(self) -> Relocation:
+        return Relocation(self._run, self._placement, self._plans)
 
     def _use_model(self) -> None:
         """Pass the present model to every part that has the previous one."""
@@ -668,7 +673,12 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
-        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
+
+        def redeploy() -> None:
+            self._loop.moves = self._relocation
+            self._relocation.redeploy(replicas)
+
+        self._membership.queue.ask(f"redeploy {replicas}", redeploy)
 
 
 def _part_of(source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int) -> ModelPart:
