@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -111,19 +112,26 @@ def in_own_process(module: str, *arguments: str, processes: int = 1, limit_s: fl
 
     Raises:
         RuntimeError: with the end of its output, if it fails.
+        subprocess.TimeoutExpired: if it takes longer.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", module, *arguments]
     variables = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
     variables |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=limit_s
-    )
-    if done.returncode != 0:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit_s)
+        finally:
+            if process.poll() is None:  # ends what it has started, too
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
         # The launcher's own report comes last, and pushes what a process has said out of the end.
-        said = "\n".join(line for line in done.stderr.splitlines() if "Error: " in line)
-        raise RuntimeError(f"{module} ended with code {done.returncode}:\n{said[:3000]}\n{done.stderr[-3000:]}")
-    (found,) = (line for line in done.stdout.splitlines() if line.startswith(_MARK))
+        said = "\n".join(line for line in errors.splitlines() if "Error: " in line)
+        raise RuntimeError(f"{module} ended with code {process.returncode}:\n{said[:3000]}\n{errors[-3000:]}")
+    (found,) = (line for line in output.splitlines() if line.startswith(_MARK))
     return json.loads(found.removeprefix(_MARK))
 
 

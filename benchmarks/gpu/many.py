@@ -22,9 +22,7 @@ import json
 import math
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -41,8 +39,9 @@ from benchmarks.gpu.report import Deadline, Part, Report, Row, add_options
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
 from benchmarks.gpu.train import loss_difference
+from benchmarks.harness import hand_over, in_own_process
 from benchmarks.kernels.problem import greater
-from benchmarks.paths import RESULTS, ROOT
+from benchmarks.paths import RESULTS
 
 MINUTES = 5.0
 NUM_WARM, NUM_TIMED, NUM_PROFILED = 3, 4, 2
@@ -86,6 +85,8 @@ def work(name: str, num_processes: int, folder: Path, *, is_rehearsal: bool) -> 
         _train(name, 1, folder / "again", checked, is_rehearsal=is_rehearsal, is_timed=False, **again)
     found["timed"] = _train(name, num_processes, folder / "timed", timed, is_rehearsal=is_rehearsal, is_timed=True)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    if rank == 0:
+        hand_over(name)
 
 
 def _train(
@@ -172,38 +173,14 @@ def layout_part(
     """Run a layout in processes of its own; yield its speed, and how far it is from one process.
 
     Raises:
-        RuntimeError: if a process fails, or the time is up.
+        RuntimeError: if a process fails.
+        subprocess.TimeoutExpired: if the time is up.
     """
     own = folder / name.replace(" ", "-")
     own.mkdir(parents=True)
     count = 1 if name == "one process" else num_processes
-    launcher = [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "benchmarks.gpu.many",
-        "--work",
-        name,
-        "--processes",
-        str(num_processes),
-    ]
-    command += ["--folder", str(own), *(["--rehearse"] if is_rehearsal else [])]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    with (own / "log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            code = process.wait(timeout=max(deadline.left_s(), 1.0))
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if code != 0:
-        tail = (own / "log").read_text(encoding="utf-8", errors="replace")[-2500:]
-        raise RuntimeError(f"{'the time is up' if code is None else f'exit code {code}'}; the log ends with:\n{tail}")
+    given = ["--work", name, "--processes", str(num_processes), "--folder", str(own), *["--rehearse"] * is_rehearsal]
+    in_own_process("benchmarks.gpu.many", *given, processes=count, limit_s=max(deadline.left_s(), 1.0))
     ranks = [json.loads((own / f"rank-{rank}.json").read_text()) for rank in range(count)]
     yield "speed", _speed(ranks, folder, is_rehearsal=is_rehearsal)
     yield "compared with one process", _comparison(name, ranks, folder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -31,59 +30,57 @@ from benchmarks.gpu.settings import Settings
 Rows = Callable[[Settings], Iterator[Row]]
 
 
-class Planned(NamedTuple):
-    """A part, before the machine is known.
+def plan(settings: Settings, backbones: Backbones) -> list[Part]:
+    """Return all parts in the order in which they run.
 
-    Attributes:
-        name: name of the part.
-        estimated_s: seconds that it is computed to take on an H100.
-        run: yields its rows.
-        is_check: whether it can fail.
-        call: in which of the calls it runs, from 1.
+    Args:
+        settings: where they run.
+        backbones: makes and holds the backbone in use.
     """
-
-    name: str
-    estimated_s: float
-    run: Callable[[Settings, Deadline, Backbones], Iterator[Row]]
-    is_check: bool = False
-    call: int = 1
-
-
-def plan() -> list[Planned]:
-    """Return all parts in the order in which they run."""
     bf16, fp32 = torch.bfloat16, torch.float32
+
+    def check(name: str, running_s: float, num_variants: int, rows: Rows, call: int = 1) -> Part:
+        """Return a part that checks; none of them needs the backbone that others hold."""
+
+        def run(deadline: Deadline) -> Iterator[Row]:
+            del deadline
+            backbones.drop()
+            return rows(settings)
+
+        return Part(name, running_s + num_variants * roofline.COMPILE_S, run, is_check=True, call=call)
+
+    def train(name: str, estimated_s: float, rows: Callable[..., Iterator[Row]], call: int = 1) -> Part:
+        """Return a part that trains on large backbones, and can fail."""
+        return Part(name, estimated_s, lambda deadline: rows(settings, deadline, backbones), is_check=True, call=call)
+
     return [
-        Planned("device", 2, lambda settings, deadline, _: device_part(settings)),
-        _check("lora bfloat16", 3, 30, partial(_kernel_rows, group_rows, bf16)),
-        _check("cross entropy", 2, 2, partial(_kernel_rows, lambda settings, _: cross_entropy_rows(settings), fp32)),
-        _check("attention", 4, 4, attention_rows),
+        Part("device", 2, lambda _: device_part(settings)),
+        check("lora bfloat16", 3, 30, partial(_kernel_rows, group_rows, bf16)),
+        check("cross entropy", 2, 2, partial(_kernel_rows, lambda settings, _: cross_entropy_rows(settings), fp32)),
+        check("attention", 4, 4, attention_rows),
         # The small backbone's kernels are compiled here, and taken up again by the two after it.
-        _check("task table", 4, 6, task_table_rows),
-        _check("captured pass", 4, 5, captured_rows),
-        _check("trainer bfloat16", 6, 1, partial(_trainer_rows, bf16)),
-        Planned("default run", 200 + 16 * roofline.COMPILE_S, default_part, is_check=True),
-        Planned("attention by row length", 5, lambda settings, deadline, _: attention_times(settings)),
-        _check("plain peft", 8, 12, plain_peft_rows, call=2),
-        _check("trainer float32", 16, 12, partial(_trainer_rows, fp32), call=2),
-        _check("lora float32", 3, 38, partial(_kernel_rows, group_rows, fp32), call=2),
-        Planned("kernels", 41, lambda settings, deadline, _: kernel_part(settings, deadline), call=2),
+        check("task table", 4, 6, task_table_rows),
+        check("captured pass", 4, 5, captured_rows),
+        check("trainer bfloat16", 6, 1, partial(_trainer_rows, bf16)),
+        train("default run", 200 + 16 * roofline.COMPILE_S, default_part),
+        Part("attention by row length", 5, lambda _: attention_times(settings)),
+        check("plain peft", 8, 12, plain_peft_rows, call=2),
+        check("trainer float32", 16, 12, partial(_trainer_rows, fp32), call=2),
+        check("lora float32", 3, 38, partial(_kernel_rows, group_rows, fp32), call=2),
+        Part("kernels", 41, lambda deadline: kernel_part(settings, deadline), call=2),
         # Three seconds to make the backbone.
-        Planned("gain 8B", sum(sweep.SECONDS.values()) + 3 + 16 * roofline.COMPILE_S, sweep.sweep_part, True, call=2),
-        Planned("trl", 60 + 12 * roofline.COMPILE_S, trl_part, is_check=True, call=2),
+        train("gain 8B", sum(sweep.SECONDS.values()) + 3 + 16 * roofline.COMPILE_S, sweep.sweep_part, call=2),
+        train("trl", 60 + 12 * roofline.COMPILE_S, trl_part, call=2),
     ]
 
 
-def chosen(
-    planned: list[Planned], names: list[str] | None, call: int | None, settings: Settings, backbones: Backbones
-) -> list[Part]:
-    """Return the parts that are asked for, ready to run.
+def chosen(planned: list[Part], names: list[str] | None, call: int | None) -> list[Part]:
+    """Return the parts that are asked for.
 
     Args:
         planned: all parts.
         names: names of the wanted ones, or how they begin; `None` for all of a call.
         call: which call; `None` for all.
-        settings: where they run.
-        backbones: makes and holds the backbone in use.
 
     Raises:
         ValueError: for a name of no part.
@@ -93,23 +90,7 @@ def chosen(
             known = ", ".join(part.name for part in planned)
             raise ValueError(f"part {name!r} must be the start of a part's name ({known}).")
     wanted = [part for part in planned if names is not None and part.name.startswith(tuple(names))]
-    wanted = wanted or [part for part in planned if call in (None, part.call)]
-    return [Part(part.name, part.estimated_s, _bound(part, settings, backbones), part.is_check) for part in wanted]
-
-
-def _bound(part: Planned, settings: Settings, backbones: Backbones) -> Callable[[Deadline], Iterator[Row]]:
-    return lambda deadline: part.run(settings, deadline, backbones)
-
-
-def _check(name: str, running_s: float, num_variants: int, rows: Rows, call: int = 1) -> Planned:
-    """Return a part that checks; none of them needs the backbone that others hold."""
-
-    def run(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
-        del deadline
-        backbones.drop()
-        return rows(settings)
-
-    return Planned(name, running_s + num_variants * roofline.COMPILE_S, run, is_check=True, call=call)
+    return wanted or [part for part in planned if call in (None, part.call)]
 
 
 def _kernel_rows(

@@ -44,12 +44,14 @@ class Part:
         estimated_s: seconds that it is computed to take.
         run: yields rows; ends early, with a row "note", where its deadline is near.
         is_check: whether it can fail, so that leaving it out is a fault.
+        call: in which of the calls of a benchmark it runs, from 1.
     """
 
     name: str
     estimated_s: float
     run: Callable[[Deadline], Iterator[Row]]
     is_check: bool = False
+    call: int = 1
 
 
 @dataclass

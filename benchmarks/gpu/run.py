@@ -23,9 +23,9 @@ import torch
 from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.device import versions
-from benchmarks.gpu.parts import Planned, chosen, plan
+from benchmarks.gpu.parts import chosen, plan
 from benchmarks.gpu.profiler import TRACES_VARIABLE
-from benchmarks.gpu.report import Report, add_options
+from benchmarks.gpu.report import Part, Report, add_options
 from benchmarks.gpu.settings import Settings
 from benchmarks.paths import RESULTS
 
@@ -35,21 +35,20 @@ MINUTES = 8.0
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts that the command line names; return 1 where something failed or is wrong."""
     options = _options(arguments)
-    planned = plan()
+    is_cuda = torch.cuda.is_available()
+    settings = Settings(torch.device("cuda" if is_cuda else "cpu"), options.rehearse, options.layers)
+    backbones = Backbones(settings)
+    planned = plan(settings, backbones)
     if options.list:
         print(listed(planned))
         return 0
-    is_cuda = torch.cuda.is_available()
     if not is_cuda and not options.rehearse:
         raise SystemExit("a GPU is needed, except for --rehearse and --list")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.traces:
         os.environ[TRACES_VARIABLE] = str(options.traces)
-    settings = Settings(torch.device("cuda" if is_cuda else "cpu"), options.rehearse, options.layers)
-    backbones = Backbones(settings)
     try:
-        call = None if options.rehearse else options.call
-        parts = chosen(planned, options.parts, call, settings, backbones)
+        parts = chosen(planned, options.parts, None if options.rehearse else options.call)
     except ValueError as error:
         raise SystemExit(f"--parts: {error}") from None
     name = options.name or (torch.cuda.get_device_name().split()[-1].lower() if is_cuda else "rehearsal")
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     return report.print_faults()
 
 
-def listed(planned: list[Planned]) -> str:
+def listed(planned: list[Part]) -> str:
     """Return the parts with their computed seconds, one a line."""
     lines = []
     for call in sorted({part.call for part in planned}):

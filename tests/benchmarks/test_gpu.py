@@ -74,7 +74,7 @@ def test_a_rehearsal_finishes_every_part_and_finds_all_of_them_right(path: str, 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
 
-    names = [part.name for part in gpu_parts.plan() if part.name.startswith(chosen)]
+    names = [part.name for part in gpu_parts.plan(CPU, Backbones(CPU)) if part.name.startswith(chosen)]
     assert {name: entry["status"] for name, entry in report["parts"].items()} == dict.fromkeys(names, "done")
     assert report["faults"] == []
     assert len(report["checks"]) > 20
@@ -188,7 +188,7 @@ def test_a_check_finds_its_fault(
 
 @pytest.mark.parametrize("call", [1, 2])
 def test_each_call_takes_less_than_seven_of_eight_minutes_on_an_h100_by_computed_times(call: int) -> None:
-    parts = [part for part in gpu_parts.plan() if part.call == call]
+    parts = [part for part in gpu_parts.plan(CPU, Backbones(CPU)) if part.call == call]
     assert roofline.START_S + sum(part.estimated_s for part in parts) <= 420 < 60 * gpu.MINUTES == 480
     assert len({part.name for part in parts}) == len(parts)
     tokens = [8 * 52 * rows for rows in default_run.BATCH_SIZES.values()]  # a row has 52 tokens on average
