@@ -1,7 +1,6 @@
 """Prints how LobRA's plans depend on tasks, GPUs and buckets, next to L Appendix B (Tables 6, 8 to 10, Figures 11, 12).
 
 python -m benchmarks.lobra.sensitivity           half a minute, one thread
-python -m benchmarks.lobra.sensitivity --budgets 5 20 60          two minutes more
 python -m benchmarks.lobra.sensitivity --data FOLDER --seeds 3 --steps 5
 
 The folder is that of `benchmarks.lobra.steps`: the published profile of Llama2-7B. The paper's Tables 6, 9 and 10 and
@@ -30,7 +29,6 @@ from benchmarks.harness import Table
 from benchmarks.lobra.steps import (
     BATCHES_IN_SAMPLE,
     NUM_GPUS,
-    NUM_LAYERS,
     SIX_TASKS,
     Inputs,
     all_lengths,
@@ -43,8 +41,6 @@ from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import joint_sample
 from peft_mux.scheduler.dispatching.bucketing import bucket_boundaries
-from peft_mux.scheduler.parallel_layout import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 LOBRA_SEQUENTIAL_7B = (
     "<1,1>x4, <1,4>x2, <4,1>x1",
@@ -57,9 +53,6 @@ LOBRA_SEQUENTIAL_7B = (
 """L Table 8, in the order of the six tasks."""
 SAVED_70B = (34.54, 61.91, 46.89, 40.91, 42.85, 45.04)
 """L Table 6, percent of Task-Sequential's GPU seconds, in the same order; of a 70B model on 64 GPUs."""
-MANY_CONFIGURATIONS = tuple(
-    ParallelConfig(tp, pp) for tp, pp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (2, 4), (4, 2), (8, 1), (8, 2))
-)
 NUMBERS_OF_GPUS = (8, 16, 24, 32, 48, 64)
 NUMBERS_OF_BUCKETS = (4, 6, 8, 12, 16, 24, 32)
 
@@ -131,40 +124,13 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
         table.row(number, ratio, padding, solved_ms)
 
 
-def print_budgets(inputs: Inputs, seed: int, budgets_s: Sequence[float]) -> None:
-    """Print what planning finds in so many seconds where there are many configurations with pipelines.
-
-    Args:
-        inputs: the published profile and tables.
-        seed: seed of the drawn lengths.
-        budgets_s: seconds that each plan may spend on solving.
-    """
-    tokens = {config: limit for config, limit in inputs.model.max_tokens.items() if config in MANY_CONFIGURATIONS}
-    model = ReplicaTimeModel(inputs.fits, NUM_LAYERS, tokens)
-    print(f"4. 64 GPUs over {len(tokens)} configurations, by seconds that may be spent on solving; seed {seed}")
-    lengths, batch = joint_sample(inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE))
-    table = Table(
-        "budget s:>8.0f", "planned in s:>12.1f", "tried:>6", "left:>7", "Eq. 2 s:>8.3f", "step s:>7.3f",
-        "missed at most %:>16.1f", "plan:<1",
-    )  # fmt: skip
-    for budget_s in budgets_s:
-        start = time.perf_counter()
-        plan = plan_deployment(lengths, batch, 64, model, proposal=False, budget_s=budget_s, time_limit_s=2.5)
-        seconds, stats, best_s = time.perf_counter() - start, plan.statistics, plan.candidates[0].step_s
-        tried = stats.num_solved + stats.num_bound_met
-        numbers = seconds, tried, stats.num_unreached, best_s, plan.expected_step_s, 100 * stats.gap
-        table.row(budget_s, *numbers, plan.layout)
-    print(f"   of {stats.num_enumerated} deployments\n")
-
-
 def main() -> None:
-    """Print four tables."""
+    """Print three tables."""
     default = SHARED_DATA / "lobra"
     parser = argparse.ArgumentParser(description="LobRA's planner over tasks, GPUs and buckets")
     parser.add_argument("--data", type=Path, default=default, help="folder of the published profile and tables")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds of table 3, from 0")
     parser.add_argument("--steps", type=int, default=5, help="batches for each of them")
-    parser.add_argument("--budgets", type=float, nargs="*", default=(), help="seconds of table 4; without, none")
     arguments = parser.parse_args()
     if not arguments.data.is_dir():
         parser.error(f"--data is {arguments.data}, which is no folder; give the one with paper_tables.json")
@@ -172,8 +138,6 @@ def main() -> None:
     print_alone(inputs, 0)
     print_scale(inputs, 0)
     print_buckets(inputs, range(arguments.seeds), arguments.steps)
-    if arguments.budgets:
-        print_budgets(inputs, 0, arguments.budgets)
     print(__doc__)
 
 

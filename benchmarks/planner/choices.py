@@ -17,12 +17,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from benchmarks.planner.times import MAX_TOKENS, models, random_loads
+from benchmarks.planner.cluster.trace import TaskKind
+from benchmarks.planner.figures_bench import LLAMA_7B
+from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import BucketLoad
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
+
+MAX_TOKENS = 16384
 
 
 class _OneOfMux(Policy):
@@ -70,8 +77,11 @@ def partition_losses(count: int, seed: int) -> list[float]:
 
 def _partition_loss(draw: random.Random) -> float:
     num_stages, num_micro_batches = draw.choice((2, 4)), draw.choice((2, 4, 8))
-    cost, memory = models(num_stages)
-    loads = random_loads(draw.randint(2, 6), seed=draw.randrange(2**31))
+    cost = CostModel(analytic_profile(DEVICES["A40"], LLAMA_7B), LLAMA_7B, num_stages=num_stages)
+    memory, num_tasks = MemoryModel(LLAMA_7B, num_stages=num_stages), draw.randint(2, 6)
+    of_loads = random.Random(draw.randrange(2**31))
+    kinds = [TaskKind(of_loads.choice((64, 128, 256)), of_loads.choice((8, 16, 32)), 16) for _ in range(num_tasks)]
+    loads = [kind.load(f"task {number}", LLAMA_7B) for number, kind in enumerate(kinds)]
     budget = Budget(MAX_TOKENS, num_micro_batches=num_micro_batches)
 
     def makespan_s(number: int) -> float:

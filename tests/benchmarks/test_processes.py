@@ -81,10 +81,3 @@ def test_techniques_are_compared_on_the_same_rows(tmp_path: Path) -> None:
     # Of four stages three wait for the micro-batch of each task.
     assert 1.1 < ways["template, C = 1", "one task after another"]["planned_faster"] < 4
     assert ways["turns, 25 GB/s", "one by one"]["planned_faster"] > 1.1
-
-
-@pytest.mark.distributed
-@pytest.mark.nightly
-def test_the_exchange_of_gradients_is_predicted_and_measured(tmp_path: Path) -> None:
-    rows = stored("exchange", tmp_path, "--rounds", "1")["rows"]
-    assert all(row["predicted_s"] > 0 < row["measured_s"] for row in rows)

@@ -41,7 +41,7 @@ class BlockSizes(NamedTuple):
     Attributes:
         fast_rows: number of rows with which the two products are near their maximum rate; with fewer rows, reading the
             head dominates. One core does 48 Gflop/s with 27 rows, 80 with 128 and 83 with 512 (151,936 words,
-            `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with 384. On a GPU, 512 rows give the
+            `docs/log.md`), two do 150 with 128 and 177 with 384. On a GPU, 512 rows give the
             gradient of the hidden states 64 tiles (width 4,096) for 132 multiprocessors; 1,024 give 128.
         logits: small vocabularies use more rows, up to this many logits.
         most_logits: bound on memory for any vocabulary: 512 MiB, in fp32 on a CPU and in bf16 on a GPU.
