@@ -430,7 +430,9 @@ class Planner:
         )
         max_tokens, cost = args.pass_tokens(target.device_type), self._cost_model(target)
         layers = self.cuts.get(target.num_stages) if target.is_own else None
-        if layers is None or min(layers) < num_chunks:
+        if target.num_stages == 1:
+            layers = (self.shape.num_layers,)
+        elif layers is None or min(layers) < num_chunks:
             limit = target.limit_bytes
             layers = choose_layers(busiest, cost, memory, limit, max_tokens=max_tokens, num_chunks=num_chunks)
             if target.is_own and loads:

@@ -209,8 +209,10 @@ def own_target(
     """
     num_devices = num_stages * devices_per_stage
     shards = num_replicas if args.shard_backbone else 1
-    cluster = data_sheet_cluster(profile, num_devices * num_replicas)
-    tensor_link, stage_links = _links(cluster, devices_per_stage, num_stages, shards)
+    tensor_link, stage_links = None, ()
+    if num_devices * num_replicas > 1:
+        cluster = data_sheet_cluster(profile, num_devices * num_replicas)
+        tensor_link, stage_links = _links(cluster, devices_per_stage, num_stages, shards)
     # A link that was measured here comes before the ones of a data sheet.
     if profile.link is not None:
         tensor_link, stage_links = profile.link, (profile.link,) * (num_stages if num_stages > 1 else 0)

@@ -22,7 +22,7 @@ from peft_mux.scheduler.drawing import (
     rows_svg,
     save_rows,
 )
-from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
+from peft_mux.scheduler.pipeline.simulator import Simulation, simulate, simulate_one_stage
 from peft_mux.scheduler.plan import VIEWS, HTask, Plan
 from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.scheduler.units import bytes_text, seconds_text, step_time_text
@@ -102,6 +102,8 @@ def simulated_step(plan: Plan) -> Simulation:
     """
     if plan.template is None:
         raise ValueError("the plan must have at least one running task to have a timeline, got none.")
+    if plan.num_stages == 1:
+        return simulate_one_stage(plan.bucket_loads)
     return simulate(plan.template, plan.bucket_loads, links=plan.links)
 
 

@@ -111,6 +111,28 @@ def simulate(
     )
 
 
+def simulate_one_stage(buckets: Sequence[BucketLoad]) -> Simulation:
+    """Return the time line of a pipeline of one stage: bucket by bucket, each backward right after its forward.
+
+    It is what `simulate` returns for the template "1f1b" of one stage, with the same bits.
+    """
+    spans: list[Span] = []
+    now = 0.0
+    for index, bucket in enumerate(buckets):
+        for number in range(bucket.num_micro_batches):
+            weight = bucket.weights[number] if bucket.weights else 1.0
+            for kind, seconds in (("F", bucket.forward_s[0]), ("B", bucket.backward_s[0])):
+                spans.append(Span(0, Action(kind, index, number, 0), now, now + seconds * weight))
+                now = spans[-1].end_s
+    return Simulation(
+        makespan_s=now,
+        spans=tuple(spans),
+        busy_s=(sum(span.end_s - span.start_s for span in spans),),
+        peak_bytes=(max(bucket.activation_bytes[0] for bucket in buckets),),
+        bucket_names=tuple(bucket.name for bucket in buckets),
+    )
+
+
 def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> list[str]:
     """Return every action that is missing, doubled, unknown, on a wrong stage, or before what it needs on its stage.
 

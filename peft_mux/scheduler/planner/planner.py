@@ -47,6 +47,7 @@ from peft_mux.scheduler.pipeline.simulator import (
     Simulation,
     lower_bound_s,
     simulate,
+    simulate_one_stage,
     steady_lower_bound_s,
     window_step_s,
 )
@@ -517,6 +518,10 @@ class _Search:
         Raises:
             ValueError: if one micro-batch of some bucket does not fit.
         """
+        if self.cost.num_stages == 1:
+            simulation = simulate_one_stage(bucket_loads)
+            template = PipelineTemplate(schedule, 1, 1, (tuple(span.action for span in simulation.spans),))
+            return _Grouping(cuts, buckets, bucket_loads, template, simulation, simulation.makespan_s)
         links = self.budget.links
         template = build_template(
             bucket_loads,

@@ -15,6 +15,7 @@ from peft_mux.scheduler.pipeline.simulator import (
     build_window,
     lower_bound_s,
     simulate,
+    simulate_one_stage,
     steady_lower_bound_s,
     window_step_s,
 )
@@ -46,6 +47,24 @@ def written(*rows: str) -> PipelineTemplate:
 
 
 # --------------------------------------------------------------- what happens when
+
+
+@given(uneven_buckets(), st.lists(st.floats(0.1, 3.0), min_size=7, max_size=7))
+def test_one_stage_runs_its_template_without_a_simulation(buckets: Buckets, weights: list[float]) -> None:
+    first = [
+        dataclasses.replace(
+            bucket,
+            forward_s=bucket.forward_s[:1],
+            backward_s=bucket.backward_s[:1],
+            activation_bytes=bucket.activation_bytes[:1],
+            weights=tuple(weights[: bucket.num_micro_batches]),
+        )
+        for bucket in buckets
+    ]
+    template = build_template(first, "1f1b")
+    line = simulate_one_stage(first)
+    assert line == simulate(template, first)
+    assert (tuple(span.action for span in line.spans),) == template.actions
 
 
 def test_each_action_starts_when_its_device_is_free_and_its_input_is_there() -> None:
