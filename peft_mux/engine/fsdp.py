@@ -359,15 +359,15 @@ def _decoder_layers(backbone: Any) -> dict[int, Any]:
     """Return the decoder layers that this process holds, by number."""
     config = backbone.config.get_text_config()
     count = next((getattr(config, key) for key in ("num_hidden_layers", "n_layer") if hasattr(config, key)), None)
-    found = [
+    lists = [
         item for item in language_model(backbone).modules() if isinstance(item, nn.ModuleList) and len(item) == count
     ]
-    if not found:
+    if not lists:
         raise UnsupportedModelError(
             f"{type(backbone).__name__} must keep its {count} decoder layers in one list with "
             "shard_backbone=True. Set shard_backbone=False."
         )
-    return {number: layer for number, layer in enumerate(found[0]) if not isinstance(layer, PassThrough)}
+    return {number: layer for number, layer in enumerate(lists[0]) if not isinstance(layer, PassThrough)}
 
 
 def _require_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from peft_mux.engine.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorPara
 from peft_mux.engine.work import StepResult
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
-from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
+from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
@@ -215,6 +215,9 @@ def register_parts(
             model.registry.place_whole(name, {key: drawn[key] if kind.owns(key) else held[key] for key in held})
         else:
             # Still registered by name, because every process must count, sum and finish the same tasks.
-            model.registry.register_absent(model, name, copy.deepcopy(completed))
+            model.peft_config[model.registry.add(name, completed)] = copy.deepcopy(completed)
+            model.objectives.add(name, head_kind_for(completed.task_type))
+            model.registry.adopt(name, {}, model.device)
+            model.stream.clear_tables()
         model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(drawn)
     complete_tasks(model, tasks)

@@ -683,19 +683,18 @@ class MultiTaskPeftModel(PeftModel):
         """
         output = self.objectives.losses(hidden_TD, batch, self)
         output = self.router_loss.added_to(output, hidden_TD, batch, self.adapters)
-        penalised = self.registry.penalised
-        if not self.training or not penalised:
+        kinds = [self.registry.kind_of(name) for name in batch.task_names]
+        if not self.training or not any(kind.has_penalty for kind in kinds):
             return output
         losses = list(output.losses.unbind())
-        for index, name in enumerate(batch.task_names):
-            if name not in penalised:
+        for index, (name, kind) in enumerate(zip(batch.task_names, kinds, strict=True)):
+            if not kind.has_penalty:
                 continue
             places = batch.token_places[batch.task_offsets[index] : batch.task_offsets[index + 1]]
             has_first_token = (places == 0).sum()
             if has_first_token.is_cpu and not has_first_token:  # on other devices, asking would wait
                 continue
-            config = self.peft_config[self.adapter_of(name)]
-            penalty = penalised[name].penalty(config, self.registry.parameters_of(name))
+            penalty = kind.penalty(self.peft_config[self.adapter_of(name)], self.task_parameters(name))
             losses[index] = losses[index] + penalty * has_first_token
         return replace(output, losses=torch.stack(losses))
 

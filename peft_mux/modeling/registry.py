@@ -56,7 +56,6 @@ class TaskRegistry:
         adapters: internal id of each task's adapter, in the order in which the tasks came.
         pieces: the part of a parameter that this process holds, by task and parameter; only if it is not all of it, or
             if the gradients of processes do not add.
-        penalised: kinds of the tasks that add a penalty to their loss, by name of the task.
         tuners: PEFT's tuners of the model.
         references: frozen weights that the loss of a task compares with in place of the backbone, by task and
             parameter: those of the adapter that it began from.
@@ -65,7 +64,6 @@ class TaskRegistry:
     def __init__(self, *, is_head_new: bool = False) -> None:
         self.adapters: dict[str, str] = {}
         self.pieces: dict[tuple[str, str], Piece] = {}
-        self.penalised: dict[str, AdapterKind] = {}
         self.tuners = Tuners()
         self.references: dict[str, dict[str, torch.Tensor]] = {}
         self._tasks: dict[str, _Task] = {}
@@ -144,8 +142,6 @@ class TaskRegistry:
         task = _Task(self.next_adapter, kind_of(config), config.to_dict())
         self.adapters[name] = task.adapter
         self._tasks[name] = self._by_adapter[task.adapter] = task
-        if task.kind.has_penalty:
-            self.penalised[name] = task.kind
         # Never counted down: an id is not given twice.
         self._num_added += 1
         return task.adapter
@@ -182,7 +178,6 @@ class TaskRegistry:
         """
         adapter = self.adapter_of(name)
         del self.adapters[name], self._tasks[name], self._by_adapter[adapter]
-        self.penalised.pop(name, None)
         self.references.pop(name, None)
         self.forget_pieces(name)
         return adapter
@@ -392,13 +387,6 @@ class TaskRegistry:
         self.adopt(name, parameters, are_described=is_meta(backbone))
         if can_be_copied(completed):
             self._fresh[name] = draws
-
-    def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
-        """Add a task without an adapter in this model, a part of one; `config` is as PEFT completed it."""
-        model.peft_config[self.add(name, config)] = config
-        model.objectives.add(name, head_kind_for(config.task_type))
-        self.adopt(name, {}, model.device)
-        model.stream.clear_tables()
 
     def remove(self, model: Any, names: Sequence[str]) -> None:
         """Drop tasks from a model and free their adapters.

@@ -164,9 +164,9 @@ def norm_over_all_ranks(norm: Any, links: TensorParallelLinks) -> None:
 
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states.float()
-        own = x.pow(2).mean(-1, keepdim=True) / links.size
+        part = x.pow(2).mean(-1, keepdim=True) / links.size
         # Summed going forward, and its gradient going back: every rank's channels are divided by it.
-        mean = copy_to_tp_region(reduce_from_tp_region(own, links), links)
+        mean = copy_to_tp_region(reduce_from_tp_region(part, links), links)
         return (norm.weight * (x * torch.rsqrt(mean + epsilon))).to(hidden_states.dtype)
 
     assert isinstance(norm, nn.Module)

@@ -166,18 +166,18 @@ def matching_weights(model: Any, adapter: str, folder: Path) -> dict[str, torch.
     expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
     echoes = _echoes(model, adapter)
     state = {key: value for key, value in state.items() if key not in echoes}
-    found = {key: value.shape for key, value in state.items()}
-    if expected != found:
-        missing = expected.keys() - found.keys()
-        if EMBEDDINGS in found and missing and all(key.startswith(PREFIX) for key in missing):
+    shapes = {key: value.shape for key, value in state.items()}
+    if expected != shapes:
+        missing = expected.keys() - shapes.keys()
+        if EMBEDDINGS in shapes and missing and all(key.startswith(PREFIX) for key in missing):
             raise CheckpointError(
                 f"{folder} must have the parameters of the prompt's encoder, got only its output ({EMBEDDINGS}), "
                 "which is all that PEFT saves. Give a folder that peft_mux wrote; for inference, load this one with "
                 "PeftModel.from_pretrained."
             )
-        odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
+        odd = sorted(expected.keys() ^ shapes.keys()) or [key for key in expected if expected[key] != shapes[key]]
         raise CheckpointError(
-            f"{folder} must be an adapter of the same configuration on the same backbone, got {len(found)} tensors "
+            f"{folder} must be an adapter of the same configuration on the same backbone, got {len(shapes)} tensors "
             f"that do not match its {len(expected)}; the first one that differs: {odd[0]}."
         )
     broken = [key for key, value in state.items() if not bool(torch.isfinite(value.float()).all())]

@@ -106,20 +106,22 @@ class MultiplexedForward:
         """
         return zip(self.stream.segments, *map(self.by_segment, rows), strict=True)
 
-    def by_task(self, own: Container[str], y: torch.Tensor, change: Callable[..., torch.Tensor], *rows: Any) -> Any:
+    def by_task(
+        self, adapters: Container[str], y: torch.Tensor, change: Callable[..., torch.Tensor], *rows: Any
+    ) -> torch.Tensor:
         """Return outputs `[..., K]`, those of tasks with something of their own here changed on their rows alone.
 
         Args:
-            own: internal ids of the adapters of these tasks.
+            adapters: internal ids of the adapters of these tasks.
             y: the outputs so far.
             change: takes a segment, its rows of `y` and of `rows`; returns its new rows.
             rows: further tensors, a row for each row of the stream.
         """
-        if not any(segment.adapter in own for segment in self.stream.segments):
+        if not any(segment.adapter in adapters for segment in self.stream.segments):
             return y
         self.check_rows(y, y.shape[-1])
         tasks = self.each_task(y.reshape(-1, y.shape[-1]), *rows)
-        return torch.cat([change(*task) if task[0].adapter in own else task[1] for task in tasks]).view_as(y)
+        return torch.cat([change(*task) if task[0].adapter in adapters else task[1] for task in tasks]).view_as(y)
 
     def check_rows(self, x: torch.Tensor, width: int) -> None:
         """Refuse an `x` that is not one row of `width` elements for each row of the stream."""

@@ -73,14 +73,14 @@ def modules_outside_text(backbone: Any) -> tuple[str, ...]:
     if text is base:
         return ()
     names = {module: name for name, module in backbone.named_modules()}
-    found, parent = [], base
+    outside, parent = [], base
     # Down the path from the base model to its language model, collecting the siblings.
     while parent is not text:
         way = f"{names[text]}."
         children = [(f"{names[parent]}.{child}", module) for child, module in parent.named_children()]
-        found += [name for name, _ in children if not way.startswith(f"{name}.")]
+        outside += [name for name, _ in children if not way.startswith(f"{name}.")]
         parent = next(module for name, module in children if way.startswith(f"{name}."))
-    return tuple(found)
+    return tuple(outside)
 
 
 def is_router(module: nn.Module) -> bool:
@@ -118,12 +118,12 @@ def frozen_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     seen: set[int] = set()
     for name, module in modules_below_adapters(backbone):
         is_tuned = isinstance(module, BaseTunerLayer)
-        for own, parameter in () if is_tuned else module.named_parameters(name, recurse=False):
+        for key, parameter in () if is_tuned else module.named_parameters(name, recurse=False):
             # Tied weights have the name under which they come first.
-            if id(parameter) not in seen and not _OF_TASKS.search(own):
+            if id(parameter) not in seen and not _OF_TASKS.search(key):
                 seen.add(id(parameter))
-                own = own.replace(".token_adapter.base_layer", "").replace(".base_layer", "")
-                yield own if own.startswith(HEAD_NAMES) else own.replace(".original_module", ""), parameter
+                key = key.replace(".token_adapter.base_layer", "").replace(".base_layer", "")
+                yield key if key.startswith(HEAD_NAMES) else key.replace(".original_module", ""), parameter
 
 
 def module_names(backbone: nn.Module) -> list[str]:
@@ -238,8 +238,8 @@ SUPPORTED_TASK_TYPES = tuple(task_type for kind in HEAD_KINDS for task_type in k
 def head_kind_of(backbone: Any) -> HeadKind:
     """Return the kind of head of a backbone, by the end of its class name, such as `ForCausalLM`."""
     name = type(backbone).__name__
-    found = (kind for kind in HEAD_KINDS if kind.auto_class.removeprefix("AutoModel") in name)
-    return next(found, HEAD_KINDS[-1])
+    kinds = (kind for kind in HEAD_KINDS if kind.auto_class.removeprefix("AutoModel") in name)
+    return next(kinds, HEAD_KINDS[-1])
 
 
 def head_kind_for(task_type: str | None) -> HeadKind:
@@ -269,13 +269,14 @@ def classifier_class(backbone: Any) -> Any | None:
 
     `None` for other backbones, and if the classifier adds more to that base model than one layer named `score`.
     """
-    found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(backbone.config), None)
+    classifier: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(backbone.config), None)
     generic = GenericForSequenceClassification
     base: Any = MODEL_MAPPING.get(type(backbone.config), None)
-    if head_kind_of(backbone) is not LANGUAGE_MODEL or found is None or base is None:
+    if head_kind_of(backbone) is not LANGUAGE_MODEL or classifier is None or base is None:
         return None
-    is_generic = all(getattr(found, name) is getattr(generic, name) for name in ("__init__", "forward"))
-    return found if is_generic and isinstance(getattr(backbone, found.base_model_prefix, None), base) else None
+    is_generic = all(getattr(classifier, name) is getattr(generic, name) for name in ("__init__", "forward"))
+    has_base = isinstance(getattr(backbone, classifier.base_model_prefix, None), base)
+    return classifier if is_generic and has_base else None
 
 
 def drop_head_place(backbone: Any) -> None:
@@ -363,44 +364,44 @@ def num_telling_layers(kinds: Sequence[int]) -> int:
 
 def telling_layers(backbone: Any) -> AbstractContextManager[None]:
     """Keep only as many of the first layers as it takes to have one of each kind, in the `with` block."""
-    found = find_layers(backbone)
-    kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
+    held = find_layers(backbone)
+    kinds = [] if held is None else kinds_of_layers(backbone, list(held.layers))
     return first_layers(backbone, num_telling_layers(kinds))
 
 
 @contextmanager
 def first_layers(backbone: Any, count: int) -> Iterator[None]:
     """Keep only the first layers of a backbone for the time of the `with` block; a count of 0 stands for all."""
-    found = find_layers(backbone)
-    if found is None or len(found.layers[: count or None]) == len(found.layers):
+    held = find_layers(backbone)
+    if held is None or len(held.layers[: count or None]) == len(held.layers):
         yield
         return
-    config, kept = backbone.config.get_text_config(), nn.ModuleList(found.layers[:count])
-    setattr(found.parent, found.name, kept)
+    config, kept = backbone.config.get_text_config(), nn.ModuleList(held.layers[:count])
+    setattr(held.parent, held.name, kept)
     config.num_hidden_layers = len(kept)
     try:
         yield
     finally:
-        config.num_hidden_layers = len(found.layers)
-        setattr(found.parent, found.name, found.layers)
+        config.num_hidden_layers = len(held.layers)
+        setattr(held.parent, held.name, held.layers)
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
     """Return what a module computes, as far as its attributes say."""
-    own = vars(module)
+    fields = vars(module)
     plain: list[tuple[str, Any]] = [
-        (key, value) for key, value in own.items() if key not in _PLACES and isinstance(value, _PLAIN)
+        (key, value) for key, value in fields.items() if key not in _PLACES and isinstance(value, _PLAIN)
     ]
     children: list[Any] = [(name, child) for name, child in module.named_children()]
     if isinstance(module, BaseTunerLayer):
         # Adapters, of which there may be many, differ in their numbers (ranks, scales). No strings: among them are the
         # names of the modules.
-        for key, values in own.items():
+        for key, values in fields.items():
             if isinstance(values, dict):
-                numbers = [(name, one) for name, one in values.items() if isinstance(one, (bool, int, float))]
+                numbers = [(name, number) for name, number in values.items() if isinstance(number, (bool, int, float))]
                 plain.append((key, tuple(numbers)))
         plain += [(name, tuple(child.keys())) for name, child in children if isinstance(child, nn.ModuleDict)]
         children = [(name, child) for name, child in children if name == "base_layer"]
-    parameters = [(name, tuple(value.shape)) for name, value in own["_parameters"].items() if value is not None]
+    parameters = [(name, tuple(value.shape)) for name, value in fields["_parameters"].items() if value is not None]
     inside = [(name, _signature(child)) for name, child in children]
     return (type(module), tuple(sorted(plain, key=str)), tuple(parameters), tuple(inside))

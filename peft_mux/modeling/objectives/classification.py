@@ -123,10 +123,10 @@ class ClassificationHead(TaskHead):
         self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()
     ) -> list[SequenceOutputs]:
         """Return the logits of each task's own head, with the labels of its sequences."""
-        found = []
+        outputs = []
         for index, own_SC in enumerate(task_logits(hidden_TD, batch, model)):
             sequences = slice(batch.sequence_offsets[index], batch.sequence_offsets[index + 1])
-            found.append(
+            outputs.append(
                 SequenceOutputs(
                     logits_SC=own_SC,
                     class_labels=None if batch.class_labels is None else batch.class_labels[sequences],
@@ -134,7 +134,7 @@ class ClassificationHead(TaskHead):
                     **common_fields(batch, index),
                 )
             )
-        return found
+        return outputs
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
         """Return the logits `[C]` of every sequence."""
@@ -157,7 +157,7 @@ def task_logits(hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[to
     places = batch.token_places[batch.cu_seqlens[:-1].to(torch.int64)]
     with model.stream.selected_rows(batch.sequence_offsets, places, model.adapters):
         if getattr(backbone.config, "classifier_pooling", None) == "mean":  # ModernBERT
-            pooled = torch.stack([own.mean(dim=0) for own in hidden_TD.split(batch.sequence_lengths)])
+            pooled = torch.stack([hidden_LD.mean(dim=0) for hidden_LD in hidden_TD.split(batch.sequence_lengths)])
         else:
             pooled = states_of(hidden_TD, batch, pooled_tokens(batch, backbone))
         pooler = getattr(backbone.base_model, "pooler", None)
@@ -264,11 +264,11 @@ class TokenClassificationHead(TaskHead):
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
         """Return the logits `[L, C]` of every sequence."""
         rows = torch.arange(batch.num_tokens, device=hidden_TD.device)
-        found = []
+        logits = []
         for index, own_TC in enumerate(token_logits(hidden_TD, rows, batch.task_offsets, batch, model)):
             first, last = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-            found += own_TC.split(list(batch.sequence_lengths[first:last]))
-        return found
+            logits += own_TC.split(list(batch.sequence_lengths[first:last]))
+        return logits
 
     def labels(self, batch: TaskBatch, micro_batch: MuxBatch) -> Iterator[np.ndarray]:
         """Yield the labels `[L]` of every sequence."""

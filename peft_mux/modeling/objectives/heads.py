@@ -157,12 +157,13 @@ def target_losses(
 
         # Neighbours of one temperature are computed together; mostly that is all tasks.
         by_task = zip(_temperatures(batch, model), target_counts(batch), strict=True)
-        runs = [(one, sum(count for _, count in run)) for one, run in groupby(by_task, operator.itemgetter(0))]
+        grouped = groupby(by_task, operator.itemgetter(0))
+        runs = [(temperature, sum(count for _, count in run)) for temperature, run in grouped]
         if len(runs) == 1:
             nll_M = losses_at(runs[0][0], hidden_MD, targets_M)
         else:
-            counts = [count for _, count in runs]
-            parts = zip([one for one, _ in runs], hidden_MD.split(counts), targets_M.split(counts), strict=True)
+            temperatures, counts = zip(*runs, strict=True)
+            parts = zip(temperatures, hidden_MD.split(counts), targets_M.split(counts), strict=True)
             nll_M = torch.cat([losses_at(*part) for part in parts])
         if not wanted:
             return nll_M, None
@@ -215,8 +216,9 @@ def _adapted_losses(
     size = block_rows(num_words, hidden_MD.device.type)
     hidden_MD = hidden_MD if words is None else words.entering(hidden_MD)
     temperatures = _temperatures(batch, model)
-    by_target = [one for one, count in zip(temperatures, target_counts(batch), strict=True) for _ in range(count)]
-    are_scaled = any(one != 1.0 for one in temperatures)
+    pairs = zip(temperatures, target_counts(batch), strict=True)
+    by_target = [temperature for temperature, count in pairs for _ in range(count)]
+    are_scaled = any(temperature != 1.0 for temperature in temperatures)
     temperatures_M = torch.tensor(by_target, dtype=torch.float32, device=hidden_MD.device) if are_scaled else None
 
     def block(hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -319,16 +321,16 @@ def outputs_of_words(
             arguments = hidden_MD[rows], ids_MK[rows], places_M[rows]
             parts.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
     logprobs_MK = weights.gather_before_backward(torch.cat(parts))
-    target_M, *others = logprobs_MK.split([1, ids_MK.shape[1] - 1, is_smoothed, has_entropy], dim=1)
-    words_MK, mean_M, expected_M = others
-    target_M, found = target_M.squeeze(1), {}
+    sizes = [1, ids_MK.shape[1] - 1, is_smoothed, has_entropy]
+    target_M, words_MK, mean_M, expected_M = logprobs_MK.split(sizes, dim=1)
+    target_M, others = target_M.squeeze(1), {}
     if named:
-        found["word_logprobs_MK"] = words_MK
+        others["word_logprobs_MK"] = words_MK
     if is_smoothed:
-        found["spread_M"] = target_M - mean_M.squeeze(1)
+        others["spread_M"] = target_M - mean_M.squeeze(1)
     if has_entropy:
-        found["entropy_M"] = -expected_M.squeeze(1)
-    return -target_M, found
+        others["entropy_M"] = -expected_M.squeeze(1)
+    return -target_M, others
 
 
 class LanguageHead(OutputHead):
@@ -374,14 +376,14 @@ class LanguageHead(OutputHead):
             rest = replace(batch, target_rows=torch.cat(rows), target_offsets=(0, *accumulate(counts)), shared=shared)
         nll_M, spread_M = self._losses(hidden_TD, rest, model, smoothed)
         nll = list(nll_M.split(counts))
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        others: dict[int, dict[str, torch.Tensor]] = {}
         if spread_M is not None:
             parts = enumerate(spread_M.split(counts))
-            found = {index: {"spread_M": own_M} for index, own_M in parts if batch.task_names[index] in smoothed}
+            others = {index: {"spread_M": own_M} for index, own_M in parts if batch.task_names[index] in smoothed}
         for index in naming:
             is_smoothed = batch.task_names[index] in smoothed
-            nll[index], found[index] = outputs_of_words(hidden_TD, batch, model, index, is_smoothed=is_smoothed)
-        return token_outputs(nll, batch, found)
+            nll[index], others[index] = outputs_of_words(hidden_TD, batch, model, index, is_smoothed=is_smoothed)
+        return token_outputs(nll, batch, others)
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
         """Return the `[L, V]` logits of every sequence but its virtual tokens, computed one sequence at a time."""
@@ -431,11 +433,11 @@ def token_outputs(
     """
     # Split, not masked or scattered: 0 * NaN is NaN, so a sum over all rows would carry one task's NaN to the others.
     by_task = nll.split(target_counts(batch)) if isinstance(nll, torch.Tensor) else nll
-    found = []
+    outputs = []
     for index, own_M in enumerate(by_task):
         first, last = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
         bounds = pairwise(batch.sequence_target_offsets[first : last + 1])
-        found.append(
+        outputs.append(
             TokenOutputs(
                 nll_M=own_M,
                 batch=batch,
@@ -447,7 +449,7 @@ def token_outputs(
                 **common_fields(batch, index),
             )
         )
-    return found
+    return outputs
 
 
 def _temperatures(batch: MuxBatch, model: Any) -> list[float]:

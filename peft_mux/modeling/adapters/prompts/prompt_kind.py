@@ -338,9 +338,9 @@ _SAME = ({_TABLE: EMBEDDINGS}, {_TRAINED_KEYS: EMBEDDINGS}, {_TABLE: EMBEDDINGS,
 
 def _file_keys(names: Collection[str]) -> dict[str, str]:
     """Return the key in its file of each trained parameter of a prompt, by the names without the adapter id."""
-    own = {name: name for name in names if name.startswith(PREFIX)}
-    heads = {name: name.replace(".modules_to_save", "") for name in names if name not in own}
-    return next((keys for keys in _SAME if keys.keys() == own.keys()), own) | heads
+    trained = {name: name for name in names if name.startswith(PREFIX)}
+    heads = {name: name.replace(".modules_to_save", "") for name in names if name not in trained}
+    return next((keys for keys in _SAME if keys.keys() == trained.keys()), trained) | heads
 
 
 for _entry in ENTRIES.values():
