@@ -57,7 +57,7 @@ STILL_IMPORTED = {
     "task": "from_trl modeling.generation.options",
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
     "trainer.opening": "reporting.report",
-    "trainer.run": "checkpoint.hub checkpoint.upload engine.layout reporting.page reporting.report reporting.views",
+    "trainer.run": "checkpoint.hub checkpoint.upload reporting.page reporting.report reporting.views",
 }
 """The wings that modules of the core still import. This list only gets shorter."""
 DELETED = {

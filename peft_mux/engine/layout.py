@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +99,19 @@ def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
             'args.replicas="auto", which plans them for the processes that there are.'
         )
     return layout
+
+
+def network_warning(layout: ParallelLayout) -> str:
+    """Return a warning if a tensor parallel group that fits on a machine is on two; "" if there is none."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or layout.world_size)  # torchrun and accelerate set it
+    split = [group for group in layout.tensor_groups if group[0] // per_node != group[-1] // per_node]
+    if not split or len(split[0]) > per_node:
+        return ""
+    return (
+        f"replicas {layout}: ranks {split[0][0]} to {split[0][-1]} share layers but are on two machines of "
+        f"{per_node} ranks. Their sums, several per layer, cross the network. List replicas with larger tensor "
+        "parallel degrees first, and start a multiple of these on each machine."
+    )
 
 
 def check_layout(

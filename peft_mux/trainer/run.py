@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import PICTURE_NAME, HubPushes, model_card, needs_tokenizer, write_card
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.checkpoint.upload import FolderUpload
-from peft_mux.engine.layout import layout_of
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable
 from peft_mux.errors import ConfigError
@@ -78,28 +76,18 @@ class Run:
         return output_folder(self.args)
 
 
-def make_run(callbacks: RunCallbacks, table: TaskTable) -> Run:
+def make_run(callbacks: RunCallbacks, table: TaskTable, layout: ParallelLayout) -> Run:
     """Return a run that has not begun.
 
     Args:
         callbacks: the run's own callbacks, with its arguments, its state and its control.
         table: all tasks.
-
-    Raises:
-        ConfigError: if the processes cannot be laid out as the arguments say.
+        layout: which process makes up which replica.
     """
     args, state = callbacks.args, callbacks.state
-    processes, layout = Processes.of(args), layout_of(args)
+    processes = Processes.of(args)
     is_quiet = args.log_level in ("warning", "error", "critical")
     log = RunLog(table, state, callbacks.log, is_shown=processes.is_main, is_quiet=is_quiet)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or layout.world_size)  # torchrun and accelerate set it
-    split = [group for group in layout.tensor_groups if group[0] // per_node != group[-1] // per_node]
-    if split and len(split[0]) <= per_node:
-        log.warn(
-            f"replicas {layout}: ranks {split[0][0]} to {split[0][-1]} share layers but are on two machines of "
-            f"{per_node} ranks. Their sums, several per layer, cross the network. List replicas with larger tensor "
-            "parallel degrees first, and start a multiple of these on each machine."
-        )
     saver = Saver(table, args, log, is_writer=processes.is_main)
     hub = HubPushes(args, output_folder(args), log.warn)
     upload = (

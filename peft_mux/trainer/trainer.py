@@ -49,6 +49,7 @@ from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.cuda_graphs import CapturedPasses
+from peft_mux.engine.layout import layout_of, network_warning
 from peft_mux.engine.model_part import ModelPart
 from peft_mux.engine.parallelize import ParallelPart
 from peft_mux.engine.tasks.active_task import TaskTable
@@ -198,7 +199,10 @@ class MultiTaskTrainer(Trainer):
         self.state = TrainerState()
         mark_main_process(self.state, run_args)
 
-        run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table)
+        layout = layout_of(run_args)
+        run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table, layout)
+        if layout.is_tensor_parallel and (warning := network_warning(layout)):
+            run.log.warn(warning)
         placement = Placement(run, source, described, _part_of)
         collator = make_collator(run_args)
         planner = Planner(placement.outline, source, run_args, collator, run.layout.num_replicas)

@@ -14,6 +14,7 @@ from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.tasks.setup import make_active_tasks, resolve_tasks
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.lines import Progress
+from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer import run as run_module
 from peft_mux.trainer.run import Run
@@ -40,7 +41,9 @@ def make_run(folder: Path, names: Sequence[str] = ("a", "b"), **arguments: Any) 
     tasks = resolve_tasks(small_tasks(*names), args)
     table = TaskTable(make_active_tasks(tasks, args, None, tiny_llama().config))
     handler = CallbackHandler([], None, None, None, None)
-    run = run_module.make_run(RunCallbacks(handler, args, TrainerState(), TrainerControl()), table)
+    run = run_module.make_run(
+        RunCallbacks(handler, args, TrainerState(), TrainerControl()), table, ParallelLayout.of(1)
+    )
     run.log.progress = Screen()
     for own in table:
         run.log.add_callbacks(own.name, TaskCallbacks(own, args, None, None))
