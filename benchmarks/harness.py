@@ -72,7 +72,8 @@ def require_equal_losses(what: str, losses: Sequence[float], others: Sequence[fl
     Raises:
         UnequalWorkError: if two of them differ.
     """
-    if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(losses, others, strict=True)):
+    pairs = zip(losses, others, strict=False)
+    if len(losses) != len(others) or not all(math.isclose(a, b, rel_tol=tolerance) for a, b in pairs):
         raise UnequalWorkError(f"{what}: losses {list(losses)} and {list(others)} must be equal: the work is not.")
 
 

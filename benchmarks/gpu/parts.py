@@ -23,9 +23,9 @@ from benchmarks.gpu.checks.trainer import trainer_rows
 from benchmarks.gpu.checks.updates import task_table_rows
 from benchmarks.gpu.default_run import default_part, trl_part
 from benchmarks.gpu.device import device_part
-from benchmarks.gpu.kernel_table import kernel_part
 from benchmarks.gpu.report import Deadline, Part, Row
 from benchmarks.gpu.settings import Settings
+from benchmarks.kernels.run import kernel_part
 
 Rows = Callable[[Settings], Iterator[Row]]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -59,6 +60,37 @@ def mux_slices(problem: Problem) -> Step:
     return step
 
 
+def slab_adapters(
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float, dropout: float, dtype: torch.dtype
+) -> tuple[TaskSlab, list[Adapter | None]]:
+    """Lay one task's adapters out in a slab, masters and gradients in fp32, as training has them.
+
+    Args:
+        factors: A `[R, D]` and B `[K, R]` of each layer; of rank 0 for no adapter there.
+        scale: of all its adapters.
+        dropout: probability of dropping an input element.
+        dtype: of the copies that kernels read.
+
+    Returns:
+        The slab, and for each layer where kernels find the adapter.
+    """
+    parameters = {
+        f"layer.{layer}.lora_{letter}.weight": nn.Parameter(factor.detach().float())
+        for layer, pair in enumerate(factors)
+        for letter, factor in zip("AB", pair, strict=True)
+        if factor.numel()
+    }
+    slab = TaskSlab(parameters, layout=lora_slot)
+    slab.bind_gradients()
+    adapters: list[Adapter | None] = []
+    for layer in range(len(factors)):
+        names = [f"layer.{layer}.lora_{letter}.weight" for letter in "AB"]
+        a, b = (slab.factor(parameters[name], dtype) if name in parameters else None for name in names)
+        has_adapter = a is not None and b is not None
+        adapters.append(Adapter(a.values, b.values, a.gradient, b.gradient, scale, dropout) if has_adapter else None)
+    return slab, adapters
+
+
 class MuxGroup:
     """A step through the kernels, in the memory layout of training.
 
@@ -76,30 +108,17 @@ class MuxGroup:
         """Lay the adapters out, and build the tables."""
         self.problem = problem
         shape = problem.shape
-        self.slabs = []
-        by_task = [self._adapters(task) for task in range(shape.num_tasks)]
-        self.adapters: list[tuple[Adapter, ...]] = list(zip(*by_task, strict=True))
+        layers = list(zip(problem.a, problem.b, strict=True))
+        tasks = [
+            slab_adapters([(a_GRD[task], b_GKR[task]) for a_GRD, b_GKR in layers], scale, 0.0, problem.dtype)
+            for task, scale in enumerate(problem.scales)
+        ]
+        self.slabs = [slab for slab, _ in tasks]
+        self.adapters = list(zip(*(adapters for _, adapters in tasks), strict=True))
         self.group = LoraGroup(self.adapters, [f"layer.{index}" for index in range(len(shape.out_features))])
         self.tables = SegmentTables(problem.lengths, range(shape.num_tasks), device=problem.device)
         self.places = torch.arange(shape.num_tokens, device=problem.device)
         self.anchor = torch.zeros((), device=problem.device, requires_grad=True)
-
-    def _adapters(self, task: int) -> list[Adapter]:
-        """Lay one task's adapters out in a slab, masters and gradients in fp32; return where kernels find them."""
-        parameters = {}
-        for layer, (a_GRD, b_GKR) in enumerate(zip(self.problem.a, self.problem.b, strict=True)):
-            for letter, stack in (("A", a_GRD), ("B", b_GKR)):
-                parameters[f"layer.{layer}.lora_{letter}.weight"] = nn.Parameter(stack[task].detach().float())
-        slab = TaskSlab(parameters, layout=lora_slot)
-        slab.bind_gradients()
-        self.slabs.append(slab)
-        found = []
-        for layer in range(len(self.problem.a)):
-            a, b = (slab.factor(parameters[f"layer.{layer}.lora_{x}.weight"], self.problem.dtype) for x in "AB")
-            assert a is not None, "the slab was made of these parameters"
-            assert b is not None, "the slab was made of these parameters"
-            found.append(Adapter(a.values, b.values, a.gradient, b.gradient, self.problem.scales[task], 0.0))
-        return found
 
     def clear_gradients(self) -> None:
         """Set the gradients to zero, as the optimizer does after a step."""

@@ -30,9 +30,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import Table
 from benchmarks.papers import lobra, muxtune
 from benchmarks.papers.runs import launch
-from benchmarks.papers.table import PAGE, PARTS, Row, Settings, page, text_table
+from benchmarks.papers.table import PAGE, PARTS, Row, Settings, figure, page
 from benchmarks.paths import RESULTS, ROOT
 from benchmarks.stored import hardware, versions
 from benchmarks.training.workloads import ModelSpec
@@ -72,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _run_part(part, settings, backbone, found)
             if options.write:
                 RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if found["rows"]:
-        print(text_table(found["rows"]))
+    table = Table("figure:<86", "paper:<44", "here:>8")
+    for row in found["rows"]:
+        table.row(row["what"], row["paper"], figure(row))
     if options.write:
         _write_page(found)
         print(f"written: {RESULT.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")

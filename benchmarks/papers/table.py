@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +116,3 @@ def _without_figure(what: str, title: str) -> str:
 def figure(row: dict[str, Any]) -> str:
     """Return our figure with its unit."""
     return f"{row['own']:.2f}x" if row["unit"] == "x" else f"{row['own']:.1f} {row['unit']}"
-
-
-def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return all rows as one table for a terminal."""
-    width = max(len(row["what"]) for row in rows)
-    lines = [f"{'figure':<{width}}  {'paper':<44} here"]
-    return "\n".join([*lines, *(f"{row['what']:<{width}}  {row['paper']:<44} {figure(row)}" for row in rows)])

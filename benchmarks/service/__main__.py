@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from peft import LoraConfig
 from tinker import types
 
-from benchmarks.harness import in_turns, ratio
+from benchmarks.harness import in_turns, ratio, require_equal_losses
 from benchmarks.papers.simulated import write_table
 from benchmarks.paths import ROOT
 from benchmarks.service.calls import SIZES
@@ -146,27 +145,10 @@ def throughput(folder: Path, scale: Scale) -> list[Row]:
             for name in names:
                 num_rows, num_tokens, *_ = SIZES[name]
                 data = [rows(num_rows, num_tokens, num_words, tenant) for tenant in range(scale.clients)]
-                results: dict[str, list[list[float]]] = {kind: [] for kind in servers}
-                spent: dict[str, list[float]] = {kind: [] for kind in servers}
-
-                def run(
-                    kind: str,
-                    *_: Any,
-                    name: str = name,
-                    data: Any = data,
-                    results: Any = results,
-                    spent: Any = spent,
-                    servers: Any = servers,
-                    clients: Any = clients,
-                ) -> None:
-                    before = servers[kind].processor_s()
-                    results[kind].append(all_at_once(clients[kind], data, ROUNDS[name]))
-                    spent[kind].append(servers[kind].processor_s() - before)
-
-                seconds = in_turns({kind: partial(run, kind) for kind in servers}, scale.repeats, time.perf_counter)
-                pairs = zip(results["peft_mux"], results["set_adapter"], strict=True)
-                if not all(np.allclose(one, other, rtol=1e-3) for one, other in pairs):
-                    raise RuntimeError(f"the losses of both must be equal, got {results}.")
+                runs = {kind: Load(servers[kind], clients[kind], data, ROUNDS[name]) for kind in servers}
+                seconds = in_turns({kind: run.send for kind, run in runs.items()}, scale.repeats, time.perf_counter)
+                require_equal_losses(name, *(run.losses for run in runs.values()), tolerance=1e-3)
+                spent = {kind: run.processor_s for kind, run in runs.items()}
                 gain = ratio(seconds["set_adapter"], seconds["peft_mux"])
                 figures = {"wall_s": seconds, "processor_s": spent}
                 figures["processor_ratio"] = ratio(spent["set_adapter"], spent["peft_mux"])
@@ -174,6 +156,32 @@ def throughput(folder: Path, scale: Scale) -> list[Row]:
                 title = f"{scale.clients} clients against `set_adapter` in turn, {calls_of}"
                 found.append(Row(title, gain, BARS[name], "x", True, figures))
     return found
+
+
+@dataclass
+class Load:
+    """Calls and steps of several clients of a server, again and again.
+
+    Attributes:
+        server: the server.
+        clients: its clients.
+        data: rows of a call of each client.
+        rounds: calls and steps of each client each time.
+        losses: last loss of each client, each time.
+        processor_s: seconds of the processor that the server has had each time.
+    """
+
+    server: Server
+    clients: Sequence[Any]
+    data: Sequence[Any]
+    rounds: int
+    losses: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
+
+    def send(self) -> None:
+        before_s = self.server.processor_s()
+        self.losses += all_at_once(self.clients, self.data, self.rounds)
+        self.processor_s.append(self.server.processor_s() - before_s)
 
 
 def all_at_once(clients: Sequence[Any], data: Sequence[Any], rounds: int) -> list[float]:

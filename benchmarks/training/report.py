@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import Table
 from benchmarks.training.workloads import Case
 
 LABELS = {
@@ -13,19 +14,20 @@ LABELS = {
     "mux": "peft_mux",
     "floor": "floor",
 }
-_COLUMNS = (
-    ("tokens/s", 9, "tokens_per_s", ".0f"),
-    ("effective", 10, "effective_tokens_per_s", ".0f"),
-    ("best", 7, "best_effective_tokens_per_s", ".0f"),
-    ("/ floor", 9, "median_over_floor", ".2f"),
-    ("(min)", 7, "min_over_floor", ".2f"),
-    ("vs hf", 7, "hf_over_this_median", ".2f"),
-    ("(min)", 7, "hf_over_this_min", ".2f"),
-    ("train()/floor", 15, "train_over_floor", ".2f"),
-    ("vs hf", 7, "hf_train_over_this", ".2f"),
-    ("MiB", 7, "peak_mebibytes", ".0f"),
-    ("replicated", 12, "replicated_mebibytes", ".0f"),
-)
+_COLUMNS = {
+    "tokens_per_s": "tokens/s:>9.0f",
+    "effective_tokens_per_s": "effective:>9.0f",
+    "best_effective_tokens_per_s": "best:>6.0f",
+    "median_over_floor": "/ floor:>7.2f",
+    "min_over_floor": "(min):>5.2f",
+    "hf_over_this_median": "vs hf:>5.2f",
+    "hf_over_this_min": "(min):>5.2f",
+    "train_over_floor": "train()/floor:>13.2f",
+    "hf_train_over_this": "vs hf:>5.2f",
+    "peak_mebibytes": "MiB:>6.0f",
+    "replicated_mebibytes": "replicated:>10.0f",
+}
+"""Titles and formats of the figures, by name; see `benchmarks/README.md`."""
 
 
 def add_figures(rows: list[dict[str, Any]]) -> None:
@@ -47,17 +49,13 @@ def add_figures(rows: list[dict[str, Any]]) -> None:
             row["hf_train_over_this"] = median(hf["train_s"]) / median(row["train_s"])
 
 
-def table(case: Case, facts: dict[str, Any]) -> str:
-    """Return the figures of a case as text; see `benchmarks/README.md` for the columns."""
+def print_table(case: Case, facts: dict[str, Any]) -> None:
+    """Print the figures of a case."""
     rank = f", rank {case.rank}" if case.rank else ""
-    lines = [
+    print(
         f"\n{case.num_tasks} tasks, {case.mix}{rank}, {case.num_steps} steps each, {facts['num_tokens']} tokens, "
-        f"{facts['length_source']}; {case.model.title}",
-        f"{'contender':24}" + "".join(f"{title:>{width}}" for title, width, _, _ in _COLUMNS),
-    ]
+        f"{facts['length_source']}; {case.model.title}"
+    )
+    table = Table("contender:<22", *_COLUMNS.values())
     for row in facts["contenders"]:
-        cells = [
-            f"{format(row[field], style) if row.get(field) else '-':>{width}}" for _, width, field, style in _COLUMNS
-        ]
-        lines.append(f"{LABELS[row['contender']]:24}" + "".join(cells))
-    return "\n".join(lines)
+        table.row(LABELS[row["contender"]], *(row.get(name) or "-" for name in _COLUMNS))

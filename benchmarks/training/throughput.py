@@ -42,7 +42,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CLOCKS, UnequalWorkError, rotated
+from benchmarks.harness import CLOCKS, UnequalWorkError, require_equal_losses, rotated
 from benchmarks.stored import host_kind, write_result
 from benchmarks.training import report
 from benchmarks.training.audit import NUM_STEPS, audit
@@ -50,9 +50,6 @@ from benchmarks.training.baselines import CONTENDERS, contender
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.timing import Run, use_clock
 from benchmarks.training.workloads import MIXES, Case, ModelSpec
-
-LOSS_TOLERANCE = 1e-4
-"""Largest relative difference of a loss; contenders were seen to differ by up to 1e-6."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case = Case(mix, num_tasks, options.steps, model, options.batch_size, options.rank)
             facts = measure(case, options.contenders, options.repeats, torch.get_num_threads())
             results.append({**asdict(case), **facts})
-            print(report.table(case, facts), flush=True)
+            report.print_table(case, facts)
     given = [options.shape] if options.shape else []
     given += [f"rank-{options.rank}"] if options.rank else []
     name = "-".join(["throughput", *given, host_kind()])
@@ -138,36 +135,17 @@ def check_equal_work(losses: dict[str, dict[str, list[float]]]) -> None:
         losses: for each contender, the losses of each task, by step.
 
     Raises:
-        UnequalWorkError: naming the first difference of each contender.
+        UnequalWorkError: naming the first difference.
     """
     # The floor reports its first step only, so it is no reference as long as there is another one.
     reference_name, *others = sorted(losses, key=lambda name: name == "floor")
-    faults = [
-        f"{name} reports {len(values)} losses of {task}, fewer than the {_num_compared_steps(name)} it should"
-        for name, by_task in losses.items()
-        for task, values in by_task.items()
-        if len(values) < _num_compared_steps(name)
-    ]
+    reference = losses[reference_name]
     for name in others:
-        if list(losses[name]) != list(losses[reference_name]):
-            faults.append(f"{name} trains {list(losses[name])}, {reference_name} {list(losses[reference_name])}")
-            continue
-        faults += _first_difference(name, losses[name], reference_name, losses[reference_name])
-    if faults:
-        raise UnequalWorkError("the contenders do not do equal work:\n" + "\n".join(faults))
-
-
-def _num_compared_steps(name: str) -> int:
-    return 1 if name == "floor" else NUM_STEPS
-
-
-def _first_difference(name: str, own: dict[str, list[float]], reference_name: str, reference: Any) -> list[str]:
-    for task, values in own.items():
-        for step, (value, expected) in enumerate(zip(values, reference[task], strict=False)):
-            # Written so that NaN is a difference.
-            if not abs(value - expected) <= LOSS_TOLERANCE * abs(expected):
-                return [f"{task} step {step}: {name} has loss {value}, {reference_name} has {expected}"]
-    return []
+        if list(losses[name]) != list(reference):
+            raise UnequalWorkError(f"{name} trains {list(losses[name])}, {reference_name} {list(reference)}")
+        num_steps = 1 if name == "floor" else NUM_STEPS
+        for task, of_task in losses[name].items():
+            require_equal_losses(f"{task} by {name} and {reference_name}", of_task, reference[task][:num_steps])
 
 
 def _run(name: str, backbone: Any, case: Case) -> Run:

@@ -62,5 +62,5 @@ def test_contenders_are_held_to_equal_losses_and_then_timed_by_turns(monkeypatch
     apart = Contender("apart", 2, {"planner": "mux"}, parts=tuple((name,) for name in names), part_arguments=({}, {}))
     assert measure([ONE, apart], CASE, 1, Path("backbone"))["apart"].seconds == [4.0], "one task after another"
     stand_in(monkeypatch, {"mux": 2.0, "together": 2.1})
-    with pytest.raises(UnequalWorkError, match=r"together has loss 2\.1, mux has 2\.0"):
+    with pytest.raises(UnequalWorkError, match=r"sst2-0 by together and mux: losses \[2\.1, 2\.1\] and \[2\.0, 2\.0\]"):
         measure([ONE, OTHER], CASE, 1, Path("backbone"))

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.settings import Settings
+from benchmarks.kernels.mux import slab_adapters
 from benchmarks.kernels.problem import TOLERANCES, greater, relative_error
 
 MODULES = ("layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj")
@@ -94,27 +94,9 @@ def _drawn(settings: Settings, dtype: torch.dtype, index: int) -> Tensors:
 
 
 def _adapters(index: int, drawn: Tensors, dtype: torch.dtype) -> list[Any]:
-    """Return the adapter of each layer, or `None`, laid out in a slab as training has it."""
-    from peft_mux.kernels.lora.group import Adapter
-    from peft_mux.modeling.adapters.lora.lora_kind import lora_slot
-    from peft_mux.modeling.slabs import TaskSlab
-
-    parameters = {}
-    for layer, rank in enumerate(TASKS[index].ranks):
-        if rank:
-            parameters[f"layer.{layer}.lora_A.weight"] = nn.Parameter(drawn[f"a{layer}"].float())
-            parameters[f"layer.{layer}.lora_B.weight"] = nn.Parameter(drawn[f"b{layer}"].t().float())
-    slab = TaskSlab(parameters, layout=lora_slot)
-    slab.bind_gradients()
-    found: list[Any] = []
-    for layer, rank in enumerate(TASKS[index].ranks):
-        names = [f"layer.{layer}.lora_{letter}.weight" for letter in "AB"]
-        a, b = (slab.factor(parameters[name], dtype) if rank else None for name in names)
-        if a is None or b is None:
-            found.append(None)
-            continue
-        found.append(Adapter(a.values, b.values, a.gradient, b.gradient, 0.5 + index, TASKS[index].dropout))
-    return found
+    """Return the adapter of each layer, or `None`."""
+    factors = [(drawn[f"a{layer}"], drawn[f"b{layer}"].t()) for layer in range(len(MODULES))]
+    return slab_adapters(factors, 0.5 + index, TASKS[index].dropout, dtype)[1]
 
 
 def _step_seed(index: int) -> int:
