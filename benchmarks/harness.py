@@ -45,6 +45,13 @@ def in_turns(
     return seconds
 
 
+def timed(act: Callable[[], T], clock: Clock = time.process_time) -> tuple[T, float]:
+    """Return what a call gives, and its seconds."""
+    start_s = clock()
+    value = act()
+    return value, clock() - start_s
+
+
 def rotated(names: Sequence[T], turn: int) -> list[T]:
     """Return what runs in a round, in its order: each round begins with another one."""
     first = turn % max(len(names), 1)

@@ -17,11 +17,9 @@ cannot. Every time is that of the time model.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -34,9 +32,9 @@ from benchmarks.lobra.steps import (
     all_lengths,
     layout,
     lognormal,
+    parsed,
     step_gpu_seconds,
 )
-from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import joint_sample
@@ -126,18 +124,10 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
 
 def main() -> None:
     """Print three tables."""
-    default = SHARED_DATA / "lobra"
-    parser = argparse.ArgumentParser(description="LobRA's planner over tasks, GPUs and buckets")
-    parser.add_argument("--data", type=Path, default=default, help="folder of the published profile and tables")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of table 3, from 0")
-    parser.add_argument("--steps", type=int, default=5, help="batches for each of them")
-    arguments = parser.parse_args()
-    if not arguments.data.is_dir():
-        parser.error(f"--data is {arguments.data}, which is no folder; give the one with paper_tables.json")
-    inputs = Inputs(arguments.data)
+    inputs, seeds, num_steps = parsed("LobRA's planner over tasks, GPUs and buckets", num_seeds=3)
     print_alone(inputs, 0)
     print_scale(inputs, 0)
-    print_buckets(inputs, range(arguments.seeds), arguments.steps)
+    print_buckets(inputs, seeds, num_steps)
     print(__doc__)
 
 

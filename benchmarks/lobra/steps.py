@@ -415,22 +415,24 @@ def print_planning_times(inputs: Inputs, seed: int) -> None:
     print(f"   Without the proposal 256 GPUs have {count_plans(256, sizes):.2e} deployments; that is refused.")
 
 
+def parsed(description: str, num_seeds: int) -> tuple[Inputs, range, int]:
+    """Return what the command line gives: the folder's contents, seeds, and batches for each seed in table 3."""
+    parser = argparse.ArgumentParser(description=description)
+    data = SHARED_DATA / "lobra"
+    parser.add_argument("--data", type=Path, default=data, help="folder of the published profile and tables")
+    parser.add_argument("--seeds", type=int, default=num_seeds, help="how many seeds, from 0")
+    parser.add_argument("--steps", type=int, default=5, help="batches for each seed in table 3")
+    options = parser.parse_args()
+    if not options.data.is_dir():
+        parser.error(f"--data is {options.data}, which is no folder; give the one with paper_tables.json")
+    return Inputs(options.data), range(options.seeds), options.steps
+
+
 def main() -> None:
     """Print four tables."""
-    default = SHARED_DATA / "lobra"
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lobra", description="LobRA's planner next to the figures of the paper"
-    )
-    parser.add_argument("--data", type=Path, default=default, help="folder of the published profile and tables")
-    parser.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
-    parser.add_argument("--steps", type=int, default=5, help="batches for each seed in table 3")
-    arguments = parser.parse_args()
-    if not arguments.data.is_dir():
-        parser.error(f"--data is {arguments.data}, which is no folder; give the one with paper_tables.json")
-    inputs = Inputs(arguments.data)
-    seeds = range(arguments.seeds)
+    inputs, seeds, num_steps = parsed("LobRA's planner next to the figures of the paper", num_seeds=5)
     print_time_model(inputs)
     print_plans(inputs, seeds)
-    print_savings(inputs, seeds, arguments.steps)
+    print_savings(inputs, seeds, num_steps)
     print_planning_times(inputs, 0)
     print(__doc__)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lobra.steps import BATCHES_IN_SAMPLE, NUM_GPUS, Inputs, all_lengths, lognormal
-from benchmarks.papers.runs import Contender, Measured, launch, measure
+from benchmarks.papers.runs import Contender, Measured, launch, measure, spread
 from benchmarks.papers.table import Row, Settings
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.search import plan_deployment
@@ -61,13 +61,14 @@ def _contenders(settings: Settings, own: dict[str, Any]) -> list[Contender]:
 
 
 def _against(found: dict[str, Measured]) -> list[Row]:
-    spread = "; ".join(f"{name} " + "/".join(f"{s:.2f}" for s in one.seconds) + " s" for name, one in found.items())
     best_s = found["unequal replicas"].median_s
     rows = []
     for name, paper in (("Task-Fused", "45.0 %"), ("Task-Sequential", "-"), ("the same by length", "32.2 %")):
         # All contenders have the same processes, so that seconds compare as GPU seconds do.
         saved = 100 * (1 - best_s / found[name].median_s)
-        rows.append(Row("e", f"L Fig. 7 and 8, {UNEQUAL}: GPU seconds saved of {name}", paper, saved, "%", spread))
+        rows.append(
+            Row("e", f"L Fig. 7 and 8, {UNEQUAL}: GPU seconds saved of {name}", paper, saved, "%", spread(found))
+        )
     return rows
 
 

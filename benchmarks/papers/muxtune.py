@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.runs import Contender, Measured, measure
+from benchmarks.papers.runs import Contender, Measured, measure, spread
 from benchmarks.papers.table import Row, Settings
 from benchmarks.training.audit import audit
 
@@ -35,7 +35,7 @@ def end_to_end(settings: Settings, backbone: Path) -> list[Row]:
         for mix in ("uniform", "nonuniform"):
             found = measure(contenders, settings.case(mix), settings.rounds, backbone)
             rows += [
-                Row("a", f"M Fig. 14, {layout}, {mix}: against {name}", paper, _times(found, name), "x", _spread(found))
+                Row("a", f"M Fig. 14, {layout}, {mix}: against {name}", paper, _times(found, name), "x", spread(found))
                 for name, paper in PAPER_ENDS[mix].items()
             ]
     return rows
@@ -60,7 +60,7 @@ def breakdown(settings: Settings, backbone: Path) -> list[Row]:
         found = measure(contenders, settings.case("nonuniform", batch_size=batch_size), settings.rounds, backbone)
         for one, paper in zip(contenders[1:], published[load], strict=True):
             lost = 100 * (found["mux"].median_s / found[one.name].median_s - 1)
-            rows.append(Row("b", f"M Fig. 16, pp2, {load}: {one.name}", paper, lost, "%", _spread(found)))
+            rows.append(Row("b", f"M Fig. 16, pp2, {load}: {one.name}", paper, lost, "%", spread(found)))
     return rows
 
 
@@ -81,7 +81,7 @@ def alignment(settings: Settings, backbone: Path) -> list[Row]:
         gain = found["zero padding"].median_s / found[one.name].median_s
         paper = "1x" if one.padded else "up to 2.57x (chunks of 128), 3.59x (of 64)" if "chunks" in one.name else "-"
         what = f"M Fig. 20, pp2, one hTask: effective, {one.name} over zero padding ({rate:,.0f} tokens/s)"
-        rows.append(Row("c", what, paper, gain, "x", _spread(found)))
+        rows.append(Row("c", what, paper, gain, "x", spread(found)))
     return rows
 
 
@@ -108,8 +108,3 @@ def _plain(layout: str) -> dict[str, Any]:
 
 def _times(found: dict[str, Measured], name: str) -> float:
     return found[name].median_s / found["mux"].median_s
-
-
-def _spread(found: dict[str, Measured]) -> str:
-    """Return the seconds of every round, which show how far a ratio may be trusted."""
-    return "; ".join(f"{name} " + "/".join(f"{s:.2f}" for s in one.seconds) + " s" for name, one in found.items())

@@ -144,3 +144,10 @@ def steps_of(found: dict[str, Any]) -> list[tuple[float, float]]:
         if not any(now == 1 and before == 0 for before, now in zip(counts[i - 1], counts[i], strict=True)):
             counted.append((ends[i] - ends[i - 1], planned[i]))
     return counted
+
+
+def spread(found: dict[str, Measured]) -> str:
+    """Return the seconds of every round, which show how far a ratio may be trusted."""
+    return "; ".join(
+        f"{name} " + "/".join(f"{s:.2f}" for s in measured.seconds) + " s" for name, measured in found.items()
+    )

@@ -1,1 +1,1 @@
-"""MuxTune's planner: its times, its choices, and the figures of the paper."""
+"""MuxTune's planner: its accuracy, its fusion, and the figures of the paper."""

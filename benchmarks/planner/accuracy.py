@@ -18,8 +18,7 @@ one thread, which leaves out what other programs take from the machine though no
 Predictions are made from lengths, ranks and shapes alone, before the mix is run: `CostModel.step_s`, and
 `MemoryModel.peak_bytes` with activations counted on the meta device. Neither is fitted to the mixes measured here: the
 one number that comes from measurements of memory, the margin that the C library's allocator takes on a CPU, was read
-off four mixes of seed 0. With `--malloc return`, which has that allocator give every large block back when it is freed
-(MALLOC_MMAP_THRESHOLD_, read by glibc), no margin is added, and what is left is the model itself.
+off four mixes of seed 0.
 """
 
 from __future__ import annotations
@@ -169,7 +168,6 @@ def predict(
         shape,
         activation_bytes_per_token=count_activation_bytes_per_token(model, lengths),
         device_type="cpu",
-        allocator_margin=0.0 if options.malloc == "return" else None,
     )
     largest = max(
         max(sum(load.tokens for load in members) / count, max(load.longest for load in members))
@@ -199,12 +197,11 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         "predicted MiB:>13.1f", "measured MiB:>12.1f", "error:>+6.1%", "ranks:<1",
     )  # fmt: skip
     given = ["--threads", str(options.threads), "--steps", str(options.steps), "--clock", options.clock]
-    given += ["--layers", str(options.layers), "--malloc", options.malloc]
-    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536"} if options.malloc == "return" else {}
+    given += ["--layers", str(options.layers)]
     rows = []
     for number in range(options.mixes):
         tasks = draw_mix(number, options.seed)
-        measured = in_own_process("benchmarks.planner.accuracy", *given, "--child", json.dumps(tasks), **malloc)
+        measured = in_own_process("benchmarks.planner.accuracy", *given, "--child", json.dumps(tasks))
         row = predict(tasks, measured, profile, backbone, options)
         rows.append(row)
         seconds, peaks = ((row[f"predicted_{of}"], row[f"measured_{of}"]) for of in ("s", "bytes"))
@@ -238,7 +235,6 @@ def main() -> None:
     add("--layers", type=int, default=ModelSpec().num_layers, help="layers of the backbone")
     add("--threads", type=int, default=1, help="of torch, in the profile and in the runs")
     add("--clock", choices=tuple(CLOCKS), default="processor", help="of the processor (one thread), or wall")
-    add("--malloc", choices=("default", "return"), default="default", help="what becomes of freed blocks")
     add("--budget", type=float, default=60.0, help="seconds for the profile")
     add("--seed", type=int, default=1, help="of the mixes")
     add("--write", action="store_true", help="write the JSON into benchmarks/results")

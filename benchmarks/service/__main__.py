@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from peft import LoraConfig
 from tinker import types
 
-from benchmarks.harness import in_turns, ratio, require_equal_losses
+from benchmarks.harness import in_turns, ratio, require_equal_losses, timed
 from benchmarks.papers.simulated import write_table
 from benchmarks.paths import ROOT
 from benchmarks.service.calls import SIZES
@@ -111,13 +112,6 @@ def saved(folder: Path, width: int = 64, num_layers: int = 5, num_words: int = 5
     spec = ModelSpec(width, num_layers, intermediate_size=3 * width, vocab_size=num_words)
     spec.build().save_pretrained(folder / "model")
     return folder / "model"
-
-
-def timed(act: Callable[[], Any]) -> float:
-    """Return the seconds that something takes."""
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 def p95(seconds: Sequence[float]) -> float:
@@ -229,7 +223,7 @@ def neighbours(folder: Path, scale: Scale) -> list[Row]:
         small, large = server.model(0), [server.model(1) for _ in range(4)]
 
         def call() -> float:
-            return timed(lambda: small.forward_backward(data, "cross_entropy").result())
+            return timed(lambda: small.forward_backward(data, "cross_entropy").result(), time.perf_counter)[1]
 
         alone = [call() for _ in range(scale.samples // 2)]
         is_over = threading.Event()
@@ -329,12 +323,12 @@ def many_models(folder: Path, scale: Scale) -> list[Row]:
             trained(client, data)
         making = []
         while len(clients) < scale.resting:
-            making.append(timed(lambda: clients.append(server.model(rank=8))))
+            making.append(timed(lambda: clients.append(server.model(rank=8)), time.perf_counter)[1])
             if len(making) <= scale.samples:
                 trained(clients[-1], data)
         resting = len(clients) - scale.open_models
         numbers = drawn.permutation(resting)[: scale.samples]
-        waking = [timed(lambda number=number: trained(clients[number], data)) for number in numbers]
+        waking = [timed(partial(trained, clients[number], data), time.perf_counter)[1] for number in numbers]
         server.end(signal.SIGKILL)
         start = time.perf_counter()
         server.start()

@@ -16,10 +16,10 @@ import argparse
 import copy
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness import Table
+from benchmarks.harness import Table, timed
 from benchmarks.training.mux import quiet_arguments
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.workloads import ModelSpec
@@ -98,13 +98,6 @@ def measure_run(configs: dict[str, Any], backbone: Any, *, are_alike: bool) -> t
         trainer, made_s = timed(lambda: MultiTaskTrainer(model, args, tasks), time.perf_counter)
         _, opened_s = timed(lambda: trainer._loop.opening.open(None), time.perf_counter)
     return made_s, opened_s
-
-
-def timed(function: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[Any, float]:
-    """Return what a call gives, and its seconds; by default of the processor, which others on it add little to."""
-    start = clock()
-    value = function()
-    return value, clock() - start
 
 
 if __name__ == "__main__":

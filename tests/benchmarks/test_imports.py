@@ -13,6 +13,6 @@ def test_every_module_can_be_imported() -> None:
     for package in ("triton", "pulp"):
         pytest.importorskip(package)
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py")]
-    assert len(names) > 100
+    assert len(names) > 90
     for name in names:
         importlib.import_module(name)

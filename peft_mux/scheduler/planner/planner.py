@@ -67,7 +67,7 @@ _LEAST_PASS_TOKENS = 64
 """On one stage an hTask is not split into passes of fewer tokens."""
 _HOPELESS = 1.15
 """How much longer than the best M's template may take for plain 1F1B over the same buckets to be tried: it was at most
-11.6 % faster on 2,000 random instances (`benchmarks.planner.choices`)."""
+11.6 % faster on 2,000 random instances (`docs/log.md`)."""
 _LARGEST_TO_MEAN_PASS = 1.5
 """A step of up to half as many tokens again as a typical one is cut into as many passes (`data.packing.passes`)."""
 _WORTH_MORE = 0.995

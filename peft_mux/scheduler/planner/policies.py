@@ -92,7 +92,7 @@ class Mux(Policy):
 
     M plans by one fusion (Eq. 6), which charges an hTask by its share of the steady phase. With few micro-batches, or
     few tasks, keeping all tasks apart or putting all together can be faster than what that finds
-    (`benchmarks/planner/choices.py`); both are tried as well, and the simulation decides.
+    (`docs/log.md`); both are tried as well, and the simulation decides.
     """
 
     name = "mux"
