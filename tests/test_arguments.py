@@ -287,6 +287,11 @@ def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: 
     assert made.device.type == "cpu"
 
 
+def test_inputs_are_not_recomputed_apart_from_whole_layers() -> None:
+    message = refusal(selective_recompute=True, gradient_checkpointing=True)
+    assert "args.selective_recompute must be False if whole layers are recomputed, got True with" in message
+
+
 @pytest.mark.parametrize("given", [{"pipeline_parallel_size": 2}, {"replicas": "<1,2>"}, {}])
 def test_stages_have_as_many_queues_of_the_gpu_as_streams(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -149,10 +149,10 @@ def check_layout(
         fix = "Leave it out: it hides all-reduces of tensor parallelism, which no replica uses here."
         allowed = f'"auto" or 1 with replicas {layout}'
         faults.append(Fault("args.interleaved_passes", str(args.interleaved_passes), allowed, fix))
-    if args.use_liger_kernel is True and (args.shard_backbone or not layout.is_data_parallel):
-        got = "shard_backbone=True" if args.shard_backbone else f"replicas {layout}"
-        allowed = '"auto" or False if a process holds only a part of the model'
-        faults.append(Fault("args.use_liger_kernel", f"True with {got}", allowed))
+    for name, allowed in {"use_liger_kernel": '"auto" or False', "selective_recompute": "False"}.items():
+        if getattr(args, name) is True and (args.shard_backbone or not layout.is_data_parallel):
+            got = "True with shard_backbone=True" if args.shard_backbone else f"True with replicas {layout}"
+            faults.append(Fault(f"args.{name}", got, f"{allowed} if a process holds only a part of the model"))
     if args.shard_optimizer and not (layout.is_data_parallel and not args.redeploy):
         got = "True with redeploy=True" if args.redeploy else f"True with replicas {layout}"
         allowed = "False if a process holds only a part of the model, or may do so later"

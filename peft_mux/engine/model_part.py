@@ -26,6 +26,7 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.backbone.digests import weight_digests
 from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
+from peft_mux.modeling.backbone.recompute import recompute_inputs
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
@@ -126,6 +127,8 @@ class ModelPart:
             with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
                 self._fuse_layers(model)
                 model.verify_once()
+            if args.selective_recompute:
+                recompute_inputs(model.backbone)
         begin_from_adapters(model, tasks)
         if args.uses_checkpointing:
             model.activation_checkpointing_enable(**args.checkpointing_kwargs)

@@ -372,6 +372,7 @@ class Planner:
                 device_type=device_type,
                 checkpointing=self.args.uses_checkpointing,
                 liger=(self.args.liger_kernel_config or {}) if is_fused else None,
+                selective=self.args.selective_recompute,
             )
         return self._kept_bytes[key]
 

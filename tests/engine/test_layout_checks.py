@@ -35,9 +35,9 @@ DIVIDED = {
 SHARDED_STAGES = ParallelLayout.of(4, pp=2), True
 
 
-def check(layout: ParallelLayout, is_sharded: bool, config: LoraConfig, folder: Any) -> None:
+def check(layout: ParallelLayout, is_sharded: bool, config: LoraConfig, folder: Any, **changed: bool) -> None:
     args: Any = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True)
-    args.shard_backbone = is_sharded
+    vars(args).update(shard_backbone=is_sharded, **changed)
     tasks = resolve_tasks([task("own", config, 0)], args)
     check_layout(layout, is_quantized=False, args=args, tasks=tasks, backbone=tiny_llama())
 
@@ -52,6 +52,16 @@ def test_a_field_that_needs_the_whole_backbone_is_refused_where_it_is_divided(
     with pytest.raises(ConfigError, match=said):
         check(*DIVIDED[divided], config, tmp_path)
     check(ParallelLayout.of(2), False, config, tmp_path)
+
+
+@pytest.mark.parametrize("divided", DIVIDED)
+@pytest.mark.parametrize("name", ["use_liger_kernel", "selective_recompute"])
+def test_what_only_a_whole_backbone_does_is_refused_where_it_is_divided(name: str, divided: str, tmp_path: Any) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    said = rf"args\.{name} must be .*False if a process holds only a part.*got True with {re.escape(divided)}"
+    with pytest.raises(ConfigError, match=said):
+        check(*DIVIDED[divided], config, tmp_path, **{name: True})
+    check(ParallelLayout.of(2), False, config, tmp_path, **{name: True})
 
 
 def test_plain_lora_is_trained_on_every_layout(tmp_path: Any) -> None:

@@ -53,13 +53,18 @@ def test_the_simulated_allocator_keeps_a_hole_that_is_too_small_merges_neighbour
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("memory_bytes", "recomputes", "liger"),
-    [(4_600_000_000, False, False), (4_600_000_000, False, "auto"), (4_000_000_000, True, False)],
+    [
+        (4_600_000_000, "", False),
+        (4_600_000_000, "", "auto"),
+        (4_600_000_000, "selective_recompute", "auto"),
+        (4_000_000_000, "gradient_checkpointing", False),
+    ],
 )
 def test_a_plan_that_fills_95_percent_of_a_card_holds_though_the_allocator_fragments_it(
-    run_cases: Callable[..., Found], memory_bytes: int, recomputes: bool, liger: bool | str
+    run_cases: Callable[..., Found], memory_bytes: int, recomputes: str, liger: bool | str
 ) -> None:
     case = {"kind": "whole run", "backbone": "llama 8B", "tasks": 6, "rows": 16, "mean": 180, "steps": 4}
-    options = {"gradient_checkpointing": recomputes, "use_liger_kernel": liger}
+    options = {**({recomputes: True} if recomputes else {}), "use_liger_kernel": liger}
     found = run_cases({"tight": {**case, "memory_bytes": memory_bytes, **options}})
     memory = seen_of(found, "tight")["memory"]  # a run whose allocations do not fit ends with an error
     assert memory["reserved"] <= memory_bytes

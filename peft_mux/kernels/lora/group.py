@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.reference import Rows
+from peft_mux.kernels.lora.reference import Rows, keep_input, kept_input
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_LAYERS, MAX_RANK, Factors, RankTable, SegmentTables
 
 _WORD_BYTES = 16
@@ -395,7 +395,7 @@ class LoraGroupFunction(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, call: KernelCall, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
         """Compute each `y [..., K]` of `x [..., D]`; save `x` and the tensors that the call needs."""
-        ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x.dtype
+        ctx.call, ctx.dtype, ctx.input_dtype, given = call, dtype, x.dtype, x
         # x may have any shape, because a view outside this function would add two autograd nodes per layer.
         x, device_type = x if x.dtype is dtype else x.to(dtype), x.device.type
         # The dtype is already chosen; autocast would cast each product separately. These two calls do the same as
@@ -406,7 +406,7 @@ class LoraGroupFunction(torch.autograd.Function):
             outputs, saved = call.forward(x)
         finally:
             torch.set_autocast_enabled(device_type, autocast)
-        ctx.save_for_backward(x, saved)
+        keep_input(ctx, given, x, saved)
         return outputs
 
     @staticmethod
@@ -417,7 +417,7 @@ class LoraGroupFunction(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
-    x, saved = ctx.saved_tensors
+    x, saved = kept_input(ctx, 1)
     dtype, input_dtype = ctx.dtype, ctx.input_dtype
     dys = tuple(dy if dy.dtype is dtype else dy.to(dtype) for dy in dys)
     dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])

@@ -12,7 +12,7 @@ Shape letters: T rows of the stream, D input features, K output features, R rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +195,34 @@ def grouped_lora_slices(
         return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, needed, *flat)
 
 
+class Recomputed(NamedTuple):
+    """How the backward pass computes an input of linear layers again; the input has it as its attribute `recomputed`.
+
+    Attributes:
+        compute: returns the input, given `sources`.
+        sources: tensors that are kept anyway.
+    """
+
+    compute: Callable[..., torch.Tensor]
+    sources: tuple[torch.Tensor, ...]
+
+
+def keep_input(ctx: Any, given: torch.Tensor, x: torch.Tensor, *saved: torch.Tensor) -> None:
+    """Save what a backward pass needs: of the input what was `given`, or `x`, the same in the dtype of the products."""
+    recomputed = vars(given).get("recomputed")  # getattr would raise and catch in every pass
+    ctx.compute, ctx.shape, kept = None, x.shape, (x,)
+    if recomputed is not None:
+        ctx.compute, kept = recomputed
+    ctx.save_for_backward(*saved, *kept)
+
+
+def kept_input(ctx: Any, num_saved: int) -> tuple[torch.Tensor, ...]:
+    """Return the input, computed again if it was not kept, and the other tensors that `keep_input` has saved."""
+    tensors = ctx.saved_tensors  # read once, as they may be recomputed themselves
+    saved, kept = tensors[:num_saved], tensors[num_saved:]
+    return (kept[0] if ctx.compute is None else ctx.compute(*kept).to(ctx.dtype).view(ctx.shape), *saved)
+
+
 class GroupedLoraFunction(torch.autograd.Function):
     """Manual forward and backward of `grouped_lora_slices`: in-place `addmm_` on row slices, no copies of activations.
 
@@ -221,7 +249,7 @@ class GroupedLoraFunction(torch.autograd.Function):
         )
         saved = x.new_empty(num_saved)
         ys = slices_forward(x, slices, places, saved)
-        ctx.save_for_backward(x, places, saved)
+        keep_input(ctx, x_TD, x, places, saved)
         ctx.slices, ctx.dtype, ctx.input_dtype, ctx.needed = slices, dtype, x_TD.dtype, needed
         return ys
 
@@ -229,7 +257,7 @@ class GroupedLoraFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
         """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient."""
-        x, places, saved = ctx.saved_tensors
+        x, places, saved = kept_input(ctx, 2)
         dys = [dy.to(ctx.dtype) for dy in dys_TK]
         # Below the lowest adapter nothing is trained, so no dx is needed.
         dx, gradients = slices_backward(

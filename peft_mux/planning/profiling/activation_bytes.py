@@ -28,6 +28,7 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.liger import fused_without_data
 from peft_mux.modeling.backbone.modules import find_layers, first_layers, is_meta, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.backbone.quantized import quantized_layers
+from peft_mux.modeling.backbone.recompute import recomputing
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import in_mode, temporary_attributes
 from peft_mux.planning.model_shape import model_shape
@@ -74,6 +75,7 @@ def count_activation_bytes_per_token(
     device_type: str = "cpu",
     checkpointing: bool = False,
     liger: Mapping[str, bool] | None = None,
+    selective: bool = False,
 ) -> float:
     """Return the bytes that a pass keeps for its backward, divided by its tokens.
 
@@ -90,6 +92,7 @@ def count_activation_bytes_per_token(
         checkpointing: whether activations are recomputed: then each layer keeps only its input, and one of them
             everything while it is recomputed.
         liger: which of Liger's kernels the layers compute by, as `liger_kernel_config`; `None` for none.
+        selective: whether inputs of linear layers are recomputed (`selective_recompute`).
 
     Returns:
         The analytic number, with a warning, if a part of the forward does not run without data.
@@ -102,10 +105,11 @@ def count_activation_bytes_per_token(
         kinds = [] if layers is None else kinds_of_layers(backbone, list(layers.layers))
         # A model on the meta device is run unchanged, and may differ from its configuration.
         description = None if is_meta(backbone) else description_of(model)
-        how = (tuple(kinds), tuple(lengths), held, autocast, device_type, None if liger is None else str(liger))
+        kernels = None if liger is None else str(liger)
+        how = (tuple(kinds), tuple(lengths), held, autocast, device_type, kernels, selective)
         counted = None if description is None else _COUNTED.get((description, how))
         if counted is None:
-            counted = _kept_per_token(model, kinds, lengths, held, autocast, device_type, liger)
+            counted = _kept_per_token(model, kinds, lengths, held, autocast, device_type, liger, selective)
             if len(_COUNTED) >= _MOST:
                 _COUNTED.clear()
             if description is not None:
@@ -133,6 +137,7 @@ def _kept_per_token(
     autocast: torch.dtype | None,
     device_type: str,
     liger: Mapping[str, bool] | None,
+    selective: bool,
 ) -> float:
     """Return the bytes that a pass without checkpointing keeps for each token, the layers being of these kinds."""
     mode = _AutocastOnMeta(autocast, device_type)
@@ -152,10 +157,11 @@ def _kept_per_token(
         ]
         batch, objectives = ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta"), described.objectives
         # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
+        recomputed = recomputing(described.backbone, wanted=selective)
         hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
         with in_mode(described, training=True), temporary_attributes(objectives, are_rows_made_up=True):
             recorded = kept.by_layer(described.backbone)
-            with mode, recorded, hooks, described.multiplexing(batch):
+            with mode, recorded, hooks, recomputed, described.multiplexing(batch):
                 hidden_TD = described.hidden_states(batch)
                 # The heads of single tasks are small, and left out. Of the shared one the log-likelihoods take the
                 # memory, whatever is computed from them; made-up rows lack what losses read.

@@ -39,6 +39,7 @@ from peft_mux.modeling.adapters.lora import lora_pass
 from peft_mux.modeling.attention import packed as attention
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.attention.varlen import as_kernel
+from peft_mux.modeling.backbone.recompute import recompute_inputs
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.kernels.interpreter import keep_patches
 
@@ -402,6 +403,13 @@ def activations_that_are_recomputed_are_captured() -> None:
     assert pair.step(batch({"a": (7,), "c": (2,)}, step=1)) == 1
 
 
+def inputs_that_are_recomputed_are_captured() -> None:
+    pair = Pair("a", "c")
+    recompute_inputs(pair.captured._model.backbone)
+    assert pair.step(batch({"a": (5,), "c": (9,)})) == 1
+    assert pair.step(batch({"a": (7,), "c": (2,)}, step=1)) == 1
+
+
 def a_replay_in_bf16_sees_the_weights_of_now() -> None:
     """Kernels read copies of the weights in bf16, which every replay brings up to date."""
     pair = Pair("a", bf16=True)
@@ -442,6 +450,7 @@ CASES = {
         no_amount_of_padding_changes_anything,
         capturing_leaves_gradients_and_weights_as_they_were,
         activations_that_are_recomputed_are_captured,
+        inputs_that_are_recomputed_are_captured,
         a_replay_in_bf16_sees_the_weights_of_now,
         a_pass_that_turns_out_not_to_be_capturable_runs_eagerly_and_says_why_once,
     )

@@ -238,7 +238,10 @@ class LinearGroup:
             if ys is not None:
                 return ys
         slices = [member.slice_of(self.stream.segments) for member in self.members]
-        ys = grouped_lora_slices(x.reshape(-1, x.shape[-1]), slices, self.stream.places, needed)
+        x_TD = x.reshape(-1, x.shape[-1])
+        if (recomputed := vars(x).get("recomputed")) is not None:
+            x_TD.recomputed = recomputed  # type: ignore[attr-defined]
+        ys = grouped_lora_slices(x_TD, slices, self.stream.places, needed)
         return tuple(y.view(*lead, -1) for y in ys)
 
     def _meet(self) -> tuple[Rows, ...] | None:
