@@ -547,7 +547,7 @@ class Engine:
                         f"request {model.next_seq} of the model, which comes first, has not arrived in "
                         f"{self._settings.max_wait_s:g} s. Send it, or load a checkpoint into a new model."
                     )
-                    request.body = b""  # so that it does not run after a restart
+                    request.body, request.payload = b"", None  # it does not run after a restart either
                     self._fail(request, request.failure)
                     request.is_replay = True
 
