@@ -6,10 +6,9 @@ import base64
 
 import pytest
 
-from peft_mux.checkpoint import saver
+from peft_mux.checkpoint import hub, saver
 from peft_mux.planning import planner
 from peft_mux.reporting import page
-from peft_mux.trainer import run
 
 _EMPTY = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
@@ -25,7 +24,7 @@ def take_shortcuts(patch: pytest.MonkeyPatch, *, is_rank: bool = False) -> None:
         is_rank: whether this is one process of several, which would all count the same bytes of activations: they
             get a number.
     """
-    for module in (page, run):
+    for module in (page, hub):
         patch.setattr(module, "draw_losses", lambda tasks, kind="png": _EMPTY)
     patch.setattr(saver, "commit_of_script", lambda: None)
     if is_rank:

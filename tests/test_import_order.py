@@ -52,12 +52,8 @@ ROOMS = (
 STILL_IMPORTED = {
     "engine.tasks.active_task": "modeling.generation.held_out_prompts",
     "engine.tasks.setup": "modeling.generation.held_out_prompts",
-    "reporting.callbacks": "reporting.trackers",
-    "reporting.run_log": "reporting.report",
     "task": "from_trl modeling.generation.options",
     "trainer.evaluation": "modeling.generation.decoding modeling.generation.options",
-    "trainer.opening": "reporting.report",
-    "trainer.run": "checkpoint.hub checkpoint.upload reporting.page reporting.report reporting.views",
 }
 """The wings that modules of the core still import. This list only gets shorter."""
 DELETED = {

@@ -7,8 +7,9 @@ one task, its card, and what lies next to these, and nothing else of a run.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -27,8 +28,11 @@ from peft_mux.errors import ConfigError, Fault, closest, installed_version, rais
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME, saved_num_labels
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.reporting.callbacks import Observer
 from peft_mux.reporting.lines import counted
-from peft_mux.reporting.views import metrics_of
+from peft_mux.reporting.page import draw_losses
+from peft_mux.reporting.views import metrics_of, view_of
+from peft_mux.task import TaskStatus
 
 CITATION = Path(__file__).with_name("citation.md")
 """The last section of every card."""
@@ -198,6 +202,41 @@ def needs_tokenizer(run: ActiveTask, tokenizer: Any, vocab_size: int | None) -> 
     return trains_tokens or has_more or run.task.chat_template is not None
 
 
+def write_task_files(folder: Path, task: ActiveTask, num_tasks: int, tokenizer: Any, model: Any) -> None:
+    """Write the card of an adapter, its plot and its tokenizer next to it.
+
+    Args:
+        folder: the folder of the adapter.
+        task: the task that it was trained as.
+        num_tasks: tasks of its run.
+        tokenizer: the tokenizer of the run, which is written if the backbone's own does not suit the adapter.
+        model: the model of the run.
+
+    Raises:
+        CheckpointError: if something cannot be written.
+        OSError: if the present card cannot be read.
+    """
+    view = view_of(task)
+    has_picture = max(len(view.losses), len(view.eval_losses)) > 1  # a single point shows nothing
+    if has_picture:
+        try:
+            storage.write_file(folder / PICTURE_NAME, draw_losses([view]))
+        except ConfigError:  # matplotlib is an extra
+            has_picture = False
+    config = getattr(getattr(model, "backbone", None), "config", None)
+    # A tokenizer with more tokens than the backbone knows has been extended.
+    if needs_tokenizer(task, tokenizer, getattr(config, "vocab_size", None)):
+        if task.task.chat_template is not None:
+            tokenizer = copy.deepcopy(tokenizer)  # other tasks use it too
+            tokenizer.chat_template = task.task.chat_template
+        with storage.scratch_folder(folder) as scratch:
+            tokenizer.save_pretrained(str(scratch))
+            for path in sorted(scratch.iterdir()):
+                if path.is_file():
+                    storage.replace_file(path, folder / path.name)
+    write_card(folder, model_card(folder, task.name, task.step, task, num_tasks=num_tasks, has_picture=has_picture))
+
+
 # ---------------------------------------------------------------- uploads
 
 
@@ -312,7 +351,7 @@ def _prepare_upload(
     return upload
 
 
-class HubPushes:
+class HubPushes(Observer):
     """Uploads the adapters of tasks from the run folder in the background, each to a repository of its own.
 
     With `hub_strategy="every_save"` each state of the run is uploaded, unless the upload before it is not done yet
@@ -330,19 +369,22 @@ class HubPushes:
         self._under_way: dict[str, Future[Any]] = {}
         self._reported: set[str] = set()
 
-    def saved(self, runs: list[ActiveTask]) -> None:
+    def on_saved(self, tasks: Sequence[ActiveTask]) -> None:
         """Upload adapters that were written with a state of the run, if the strategy says so."""
         if getattr(self._args.hub_strategy, "value", self._args.hub_strategy) == "every_save":
-            for run in runs:
-                before = self._under_way.get(run.name)
+            for task in tasks:
+                before = self._under_way.get(task.name)
                 if before is None or before.done() or self._args.hub_always_push:
-                    self.push(run)
+                    self._push(task)
 
-    def push(self, run: ActiveTask) -> None:
-        """Upload the adapter of a task in the run folder, with `push_to_hub=True`."""
+    def on_task_end(self, task: ActiveTask) -> None:
+        """Upload the adapter of a task that has ended well, with its card and its picture, which are written by now."""
+        if task.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            self._push(task)
+
+    def _push(self, run: ActiveTask) -> None:
+        """Upload the adapter of a task in the run folder."""
         args = self._args
-        if not args.push_to_hub:
-            return
         folder = self._root / run.name
         repo_id = run.task.hub_model_id or f"{args.hub_model_id or self._root.resolve().name}-{run.name}"
         options = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
@@ -355,7 +397,7 @@ class HubPushes:
         self._api = self._api or huggingface_hub.HfApi()
         self._under_way[run.name] = self._api.run_as_future(upload)
 
-    def wait(self) -> None:
+    def on_end(self) -> None:
         """Wait for all uploads, and report those that failed."""
         for name, future in list(self._under_way.items()):
             error = future.exception()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,7 +19,9 @@ import fsspec
 
 from peft_mux import storage
 from peft_mux.checkpoint.run_folder import STATE_FOLDER
+from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import CheckpointError, ConfigError, shown
+from peft_mux.reporting.callbacks import Observer
 
 _RECORD = re.compile(rf"{STATE_FOLDER}/run-\d+\.json")
 _STATE = re.compile(rf"{STATE_FOLDER}/|([^/]+/)?checkpoint-\d+/")
@@ -28,7 +30,7 @@ _LOCAL_ONLY = frozenset({storage.LOCK_NAME, storage.HOLDER_NAME, "control"})
 """Names in a run folder that only processes of this machine read."""
 
 
-class FolderUpload:
+class FolderUpload(Observer):
     """The copy of a run folder under a URL.
 
     Args:
@@ -81,12 +83,17 @@ class FolderUpload:
                 f"({type(error).__name__}: {error}). Resume again once it can be read."
             ) from error
 
-    def start(self) -> None:
+    def on_saved(self, tasks: Sequence[ActiveTask] = ()) -> None:
         """Copy what has changed in the background, once the copy before it is done."""
-        self.wait()
+        self.on_saving()
         self._under_way = self._worker.submit(self._copy)
 
-    def wait(self) -> None:
+    def on_close(self) -> None:
+        """Copy what has changed, and wait for it."""
+        self.on_saved()
+        self.on_saving()
+
+    def on_saving(self) -> None:
         """Wait for the copy that was started, and warn if it failed; the next one tries again."""
         if self._under_way is None:
             return

@@ -4,13 +4,15 @@ Callbacks of the trainer (`RunCallbacks`) see the run: its state counts run step
 they receive the events of `peft_mux.task.EVENTS` about tasks and plans. Callbacks of a `Task`
 (`TaskCallbacks`) see only that task, with plain keys (`loss`, `eval_loss`). If they ask for
 `should_training_stop`, that task stops and no other.
+
+`Observer` is for what this package itself does with a run next to training: reports, cards, loggers, uploads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.reporting.trackers import TaskTrackers
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, hears
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
@@ -51,6 +52,51 @@ def hears_steps(callback: Any) -> bool:
     # Methods of the instance, not of its class: a callback may get a method after it was made.
     methods = {event: getattr(getattr(callback, event, None), "__func__", None) for event in _STEP_EVENTS}
     return any(method is not getattr(TrainerCallback, event) for event, method in methods.items())
+
+
+class Observer:
+    """Is called at what happens in a run, and does nothing by default; `MultiTaskTrainer` lists the observers.
+
+    Each event is first logged, and what it writes is on the disk. Every process calls its observers, in their order.
+    """
+
+    def holds_run(self) -> bool:
+        """Return whether it keeps a copy of a run, which `fetch` can put into the run folder.
+
+        Raises:
+            ConfigError: if that cannot be found out.
+        """
+        return False
+
+    def fetch(self) -> None:
+        """Copy the run that it keeps into the run folder, which has no state of a run."""
+
+    def on_begin(self) -> None:
+        """Called when a training is about to take its first step."""
+
+    def on_task_event(self, callbacks: TaskCallbacks, event: str, facts: Mapping[str, Any]) -> None:
+        """Called after an event of the callbacks of a task, with what belongs to it."""
+
+    def on_task_end(self, task: ActiveTask) -> None:
+        """Called when a task has ended."""
+
+    def on_task_remove(self, task: ActiveTask, folder: Path | None) -> None:
+        """Called when a task is taken out of the run; `folder` has its adapter, `None` if there is none."""
+
+    def on_saving(self) -> None:
+        """Called when a state of the run is about to be written, and old ones deleted."""
+
+    def on_saved(self, tasks: Sequence[ActiveTask]) -> None:
+        """Called when a state of the run was written, with the tasks that still run."""
+
+    def on_end(self) -> None:
+        """Called when the last step is taken and saved, before the reports."""
+
+    def on_close(self) -> None:
+        """Called when all files of the run are written."""
+
+    def on_failure(self) -> None:
+        """Called when an error ends the training."""
 
 
 class RunCallbacks:
@@ -175,19 +221,19 @@ class TaskCallbacks:
     Attributes:
         control: what the callbacks ask of the task.
         listener: called with the seconds that they took.
-        trackers: the runs of the task in loggers, which are called after its callbacks.
+        observers: called after the callbacks.
     """
 
     def __init__(self, run: ActiveTask, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
         self.run, self.args = run, args
         self.control = TrainerControl()
         self.listener: Listener = ignore_timing
+        self.observers: Sequence[Observer] = ()
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
         # Without a flow callback the handler of transformers warns, and its own one would decide about saving.
         callbacks = [TaskFlowCallback(), *run.task.callbacks]
         self.handler = CallbackHandler(callbacks, model, processing_class, None, None)
-        self.trackers = TaskTrackers(run, args)
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks from now on; `None` while there is none."""
@@ -226,7 +272,8 @@ class TaskCallbacks:
                 log_warning(_logger, f'a callback of task "{self.run.name}" failed in {event}', error.__cause__)
                 if not self.run.status.is_final:
                     self.run.quarantine(f"a callback failed in {event}: {error}")
-        self.trackers.hear(event, self.handler.model, **facts)
+        for observer in self.observers:
+            observer.on_task_event(self, event, facts)
         return self.control
 
     def _call_callbacks(self, event: str, facts: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
@@ -25,11 +24,10 @@ from peft_mux.data.tokenize import ROW_COUNTS, DataReport
 from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable, run_interval
 from peft_mux.modeling.router_loss import STATISTIC
-from peft_mux.reporting.callbacks import TaskCallbacks
+from peft_mux.reporting.callbacks import Observer, TaskCallbacks
 from peft_mux.reporting.lines import Progress, counted, time_text, wrapped
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
-from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.scheduler.units import rate_text
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import log_warning
@@ -58,7 +56,7 @@ class RunLog:
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
         times: seconds of the steps, of each task, and of the tasks' own code.
-        removed: the lines of removed tasks in the report.
+        observers: called at what happens in the run, in this order.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class RunLog:
         self.callbacks: dict[str, TaskCallbacks] = {}
         self.is_shown, self.is_quiet = is_shown, is_quiet
         self.times = RunTimes()
-        self.removed: list[ReportRow] = []
+        self.observers: list[Observer] = []
         self._emit = emit
         self._counted = (time.perf_counter(), -1, 0)
         self._step_s: float | None = None
@@ -93,16 +91,12 @@ class RunLog:
 
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
         """Pass a task's numbers to its own callbacks from now on."""
-        if task in self.callbacks:
-            callbacks.trackers.take(self.callbacks[task].trackers)
         self.callbacks[task] = callbacks
-        callbacks.listener = callbacks.trackers.listener = self.note_own_code
+        callbacks.listener, callbacks.observers = self.note_own_code, self.observers
 
     def drop_callbacks(self, task: str) -> None:
-        """Stop calling the callbacks of a task that has left, and end its runs in loggers."""
-        left = self.callbacks.pop(task, None)
-        if left is not None:
-            left.trackers.end()
+        """Stop calling the callbacks of a task that has left."""
+        self.callbacks.pop(task, None)
         self.record_own_code([task])
         self.times.forget_own_code(task)
 
@@ -127,6 +121,8 @@ class RunLog:
 
     def begin(self) -> None:
         """Show the tasks, which are about to take steps, from now on."""
+        for observer in self.observers:
+            observer.on_begin()
         self.times.begin(self.table)
         self.progress.start(self.table)
 
@@ -134,15 +130,6 @@ class RunLog:
         """Show where the tasks are after a step."""
         self.times.advance(self.table)
         self.progress.advance(self.table)
-
-    def note_removed(self, run: ActiveTask, place: Path | None) -> None:
-        """Keep a line for the report of a task that leaves.
-
-        Args:
-            run: the task.
-            place: folder of its adapter; `None` if it was not saved.
-        """
-        self.removed.append(report_row(run, place, self.times.seconds(run.name), TaskStatus.REMOVED))
 
     def say(self, line: str) -> None:
         """Print a line above the progress, in several lines if it is wider than the window; nothing if quiet."""
@@ -250,7 +237,6 @@ class RunLog:
         say(f"{run.name}: {run.status.value}{f' ({run.reason})' if run.reason else ''}")
         if run.status.is_final and run.name in self.callbacks:
             self.end_of_task(run)
-            self.callbacks[run.name].trackers.end()
 
     def end_of_task(self, run: ActiveTask) -> None:
         """Give callbacks the last log of Trainer: mean loss and rates of the steps of a task in this training."""

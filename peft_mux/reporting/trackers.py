@@ -28,6 +28,7 @@ from transformers.utils.generic import flatten_dict
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import ActiveTask
+from peft_mux.reporting.callbacks import Observer, TaskCallbacks
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
 
@@ -43,6 +44,40 @@ _MOST_UNDER_WAY = 32
 _logger = logging.getLogger(__name__)
 
 
+class LoggerRuns(Observer):
+    """The runs in loggers of all tasks.
+
+    Args:
+        listener: called with the seconds that the loggers took.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._trackers: dict[str, TaskTrackers] = {}
+
+    def on_task_event(self, callbacks: TaskCallbacks, event: str, facts: Mapping[str, Any]) -> None:
+        """Pass an event on to the runs of its task."""
+        task = callbacks.run
+        # Another task may come under the same name.
+        if task.name not in self._trackers or self._trackers[task.name].task is not task:
+            self._trackers[task.name] = TaskTrackers(task, callbacks.args, self._listener)
+        self._trackers[task.name].hear(event, callbacks.handler.model, **facts)
+
+    def on_task_end(self, task: ActiveTask) -> None:
+        """End the runs of a task."""
+        if task.name in self._trackers:
+            self._trackers[task.name].end()
+
+    def on_task_remove(self, task: ActiveTask, folder: Path | None) -> None:
+        """End the runs of a task."""
+        self.on_task_end(task)
+
+    def on_failure(self) -> None:
+        """End the runs of all tasks."""
+        for trackers in self._trackers.values():
+            trackers.end()
+
+
 class TaskTrackers:
     """Begins, feeds and ends a task's runs in loggers; without `report_per_task` there are none.
 
@@ -50,28 +85,21 @@ class TaskTrackers:
     logged once for each event, and ends neither the task nor the run.
 
     Args:
-        run: the task.
+        task: the task.
         args: a copy of the run's arguments with the task's settings.
-
-    Attributes:
         listener: called with the seconds that the loggers took.
     """
 
-    def __init__(self, run: ActiveTask, args: MultiTaskTrainingArguments) -> None:
-        self.listener: Listener = ignore_timing
-        self._run, self._args = run, copy.copy(args)
+    def __init__(self, task: ActiveTask, args: MultiTaskTrainingArguments, listener: Listener = ignore_timing) -> None:
+        self.task, self._listener, self._args = task, listener, copy.copy(args)
         root = Path(str(args.output_dir))
-        self._args.output_dir, self._args.run_name = str(root / run.name), f"{args.run_name or root.name}/{run.name}"
+        self._args.output_dir, self._args.run_name = str(root / task.name), f"{args.run_name or root.name}/{task.name}"
         self._names = list(args.report_to or ()) if args.report_per_task and args.process_index == 0 else []
         self._trackers: dict[str, Any] = {}
         self._reported: set[tuple[str, str]] = set()
         board = os.getenv("TENSORBOARD_LOGGING_DIR")
-        own_board = root / run.name / integration_utils.default_logdir()
-        self._board = Path(board).expanduser() / run.name if board else own_board
-
-    def take(self, before: TaskTrackers) -> None:
-        """Continue the runs that the same task had before it was started again."""
-        self._trackers, self._board = before._trackers, before._board
+        in_folder = root / task.name / integration_utils.default_logdir()
+        self._board = Path(board).expanduser() / task.name if board else in_folder
 
     def hear(self, event: str, model: Any, **facts: Any) -> None:
         """Pass an event of the task on to its runs.
@@ -85,7 +113,7 @@ class TaskTrackers:
             for name, tracker in self._trackers.items():
                 with self._guarded(name, event):
                     values = integration_utils.rewrite_logs(facts["logs"])
-                    step = self._run.state.global_step
+                    step = self.task.state.global_step
                     if name in ("wandb", "trackio"):
                         values["train/global_step"] = step
                     # W&B counts its own steps, and refuses earlier ones: a resumed task logs some again.
@@ -93,7 +121,7 @@ class TaskTrackers:
         elif event == "on_train_end":
             self.end()
         # A task that had ended before it was resumed logs nothing more.
-        elif event == "on_train_begin" and not self._run.status.is_final:
+        elif event == "on_train_begin" and not self.task.status.is_final:
             for name in self._names:
                 if name not in self._trackers:
                     with self._guarded(name, event):
@@ -108,7 +136,7 @@ class TaskTrackers:
         except (OSError, ValueError, AttributeError, RecursionError):
             ids = {}
         # Ids in the folder of a task that begins belong to an earlier task with the same name.
-        run_id = ids.get(name) if self._run.state.global_step else None
+        run_id = ids.get(name) if self.task.state.global_step else None
         self._trackers[name], new_id = self._start(name, model, run_id)
         if new_id is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +156,9 @@ class TaskTrackers:
         settings = {
             **(config if isinstance(config, dict) else config.to_dict()),
             **args.to_dict(),
-            "peft_config": self._run.task.peft_config.to_dict(),
-            "num_steps": self._run.num_steps,
-            "train_batch_size": self._run.hyper.train_batch_size,
+            "peft_config": self.task.task.peft_config.to_dict(),
+            "num_steps": self.task.num_steps,
+            "train_batch_size": self.task.hyper.train_batch_size,
         }
         settings = json.loads(json.dumps(settings, default=_plain))
         if name == "mlflow":
@@ -168,7 +196,7 @@ class TaskTrackers:
 
     def end(self) -> None:
         """End the runs with the present status of the task; runs that have ended stay unchanged."""
-        status, reason = self._run.status, self._run.reason
+        status, reason = self.task.status, self.task.reason
         # The training ends before the task does.
         ending = "interrupted" if status in (TaskStatus.WAITING, TaskStatus.RUNNING) else status
         while self._trackers:
@@ -186,12 +214,12 @@ class TaskTrackers:
     def _guarded(self, name: str, event: str) -> Iterator[None]:
         """Log what a logger raises in the `with` block, once for each event."""
         try:
-            with guard_user_code(self._run.name, "logger", self.listener, watches_model=False):
+            with guard_user_code(self.task.name, "logger", self._listener, watches_model=False):
                 yield
         except UserCodeError as error:
             if (name, event) not in self._reported:
                 self._reported.add((name, event))
-                log_warning(_logger, f'task "{self._run.name}": its logger {name} failed in {event}: {error}')
+                log_warning(_logger, f'task "{self.task.name}": its logger {name} failed in {event}: {error}')
 
 
 def _plain(value: Any) -> Any:

@@ -37,7 +37,7 @@ from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Moves, Placement
-from peft_mux.trainer.run import Run, write_task_files
+from peft_mux.trainer.run import Run
 from peft_mux.trainer.run_plans import RunPlans
 
 
@@ -402,19 +402,15 @@ class TrainingLoop:
     def save(self) -> None:
         """Save all tasks that have not ended, and call callbacks if that went well."""
         run = self._run
-        if run.upload is not None:
-            run.upload.wait()  # a save deletes old checkpoints
+        for observer in run.log.observers:
+            observer.on_saving()
         if not run.saver.save_run():
             return
-        if run.upload is not None:
-            run.upload.start()
-        for own in run.table.running:
-            run.log.callbacks[own.name].call("on_save")
+        for observer in run.log.observers:
+            observer.on_saved(run.table.running)
+        for task in run.table.running:
+            run.log.callbacks[task.name].call("on_save")
         run.callbacks.call("on_save")
-        if run.saver.is_writer and run.args.push_to_hub:
-            for own in run.table.running:
-                write_task_files(run, own)
-            run.hub.saved(run.table.running)
 
 
 LONGEST_WINDOW_S = 10.0

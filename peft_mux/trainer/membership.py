@@ -29,7 +29,7 @@ from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessE
 from peft_mux.storage import check_task_names
 from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import Run, write_task_files
+from peft_mux.trainer.run import Run
 from peft_mux.trainer.run_plans import RunPlans
 from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, log_warning
 
@@ -453,7 +453,8 @@ class Membership:
         if not own.status.is_final:
             own.end(TaskStatus.REMOVED, "" if save else "not saved")
         place = run.saver.place(own)
-        run.log.note_removed(own, place)
+        for observer in run.log.observers:
+            observer.on_task_remove(own, place)
         self._drop(name)
         run.saver.note_removed(own)
         run.callbacks.note_event("on_task_remove", own, place)
@@ -497,8 +498,6 @@ class Membership:
             elif run.saver.folder is not None and status is not TaskStatus.FAILED:
                 run.log.callbacks[own.name].call("on_save")
             self._report_ending(own)
-            if run.saver.is_writer and own.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
-                run.hub.push(own)  # with its card and its picture, which are written by now
             if status is TaskStatus.FAILED and run.args.quarantine_policy == "stop":
                 run.control.should_training_stop = True
         # A task that has ended makes room for tasks that wait; other changes do not.
@@ -546,4 +545,5 @@ class Membership:
         self._run.log.status(own)
         own.reported = own.status
         self._run.callbacks.note_status(own, self._run.saver.place(own))
-        write_task_files(self._run, own)
+        for observer in self._run.log.observers:
+            observer.on_task_end(own)

@@ -20,7 +20,7 @@ from peft_mux.checkpoint.run_folder import (
     resume_tasks,
     was_restarted,
 )
-from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
+from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of
 from peft_mux.engine.agreement import require_consistent
 from peft_mux.engine.tasks.active_task import BestMetric, LossMean, new_state, run_interval
 from peft_mux.errors import (
@@ -32,7 +32,6 @@ from peft_mux.errors import (
 )
 from peft_mux.modeling.backbone.digests import fingerprint
 from peft_mux.reporting.metrics_file import MetricsLog
-from peft_mux.reporting.report import banner_lines
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
@@ -92,21 +91,21 @@ class Opening:
         is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
         # Whether there is a run at `upload_to`, and none in the run folder: only the process that writes looks.
         has_copy, unread = False, []
-        if run.upload is not None:
-            try:
-                has_copy = run.upload.holds_run() and not record_paths(run.root / STATE_FOLDER)
-            except ConfigError as error:
-                unread.append(str(error))
+        try:
+            has_copy = any(observer.holds_run() for observer in run.log.observers)
+            has_copy = has_copy and not record_paths(run.root / STATE_FOLDER)
+        except ConfigError as error:
+            unread.append(str(error))
         if run.args.upload_to and (unread := [text for own in run.processes.gather(unread) for text in own]):
             raise ConfigError(unread[0])
         if resume == "auto" or is_first:
             # Whether all processes see the same folder is checked later.
             holds_run = was_restarted(run.root) if is_first else has_copy or bool(record_paths(run.root / STATE_FOLDER))
             resume = any(run.processes.gather(run.saver.is_writer and holds_run)) or None
-        if has_copy and not resume and run.upload is not None:
+        if has_copy and not resume:
             raise CheckpointError(
-                f"args.upload_to must be a place without a run, got {run.upload.url}, which holds one. Resume it with "
-                "train(resume_from_checkpoint=True) or peft-mux train FILE --resume, or name another place."
+                f"args.upload_to must be a place without a run, got {run.args.upload_to}, which holds one. Resume it "
+                "with train(resume_from_checkpoint=True) or peft-mux train FILE --resume, or name another place."
             )
         if has_copy and resume is True:
             return resume  # what is copied is checked later
@@ -133,8 +132,9 @@ class Opening:
         # Connected first, so that the others learn at once if another process uses the folder.
         resume = self.connect(resume)
         with saver.keep_folder(root, continues=not resume):
-            if resume is True and self._run.upload is not None and not record_paths(root / STATE_FOLDER):
-                self._run.upload.fetch()
+            if resume is True and not record_paths(root / STATE_FOLDER):
+                for observer in self._run.log.observers:
+                    observer.fetch()
             if self._run.args.save_strategy != "no" and not processes.is_alone:
                 # A new name, which no network file system remembers as absent; what a crash leaves is removed later on.
                 probe = f".tmp-{uuid.uuid4().hex}" if saver.is_writer else ""
@@ -208,7 +208,7 @@ class Opening:
             write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())
         # The stop request of the previous training would end this one before its first step. Not later than here: once
         # signals are handled, one of them may have asked for a stop.
-        run.control.should_training_stop, run.interrupted_by = False, 0
+        run.control.should_training_stop = False
 
     def _restore(self, root: Path, backbone: str) -> None:
         """Start all tasks and put them back to where a run's newest state left them.
@@ -249,24 +249,11 @@ class Opening:
         saver.take_over(folder, record.numerics, run.log.warn)
 
     def begin(self) -> None:
-        """Switch the run to training, print the banner, and call `on_train_begin`."""
-        run, plan = self._run, self._plans.current
+        """Switch the run to training, and call `on_train_begin`."""
+        run = self._run
         run.saver.note_loading("")
         # From here on commands wait for a step boundary, those of on_train_begin below included.
         run.is_in_train = True
-        if run.log.is_shown and plan is not None:
-            lines = banner_lines(
-                run.args,
-                self._placement.outline,
-                self._placement.source,
-                list(run.table),
-                plan,
-                attention=numerics_of(run.args)["attention"],
-                processes="" if run.processes.is_alone else f"{run.layout.world_size} processes, replicas {run.layout}",
-                root=run.root,
-            )
-            for line in lines:
-                run.log.say(line)
         run.log.begin()
         run.log.begin_rows(*run.table)
         # The initial status of tasks is not a change to report.

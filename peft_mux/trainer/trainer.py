@@ -12,7 +12,7 @@ The trainer makes the parts of a run; each of its methods asks one of them::
       .membership          tasks that come, pause, end and leave                                    membership.py
       .evaluator           held-out rows, early stopping                                            evaluation.py
     Control                requests from other programs through the run folder                      control.py
-    Reporter               the reports at the end                                                   reporter.py
+    Reporter               the first lines, cards, the reports at the end                           reporter.py
 
 Trainer's own loops know one model with one loss, one optimizer and one set of rows. Its public methods that would not
 do here what their name says (`push_to_hub` would upload the adapters of all users) are refused.
@@ -43,8 +43,9 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
-from peft_mux.checkpoint.hub import check_push, push_task
+from peft_mux.checkpoint.hub import HubPushes, check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.checkpoint.upload import FolderUpload
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
@@ -65,6 +66,7 @@ from peft_mux.reporting.page import run_html
 from peft_mux.reporting.recorders import PassReport
 from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen import make_progress, show_view
+from peft_mux.reporting.trackers import LoggerRuns
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
@@ -89,7 +91,7 @@ from peft_mux.trainer.placement import Moves, Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
-from peft_mux.trainer.run import make_run, mark_main_process, output_folder, write_task_files
+from peft_mux.trainer.run import make_run, mark_main_process, output_folder
 from peft_mux.user_code import watching_model
 
 WORKING = frozenset(
@@ -211,7 +213,15 @@ class MultiTaskTrainer(Trainer):
         moves = self._relocation if run_args.redeploy or not run.processes.is_alone else Moves()
         self._loop = loop = TrainingLoop(run, placement, plans, moves, collator)
         self._membership, self._evaluator = loop.membership, loop.evaluator
-        self.control_channel, self._reporter = Control(run, loop.membership), Reporter(run, plans)
+        self.control_channel, self._reporter = Control(run, loop.membership), Reporter(run, placement, plans)
+        # Cards first, which uploads take along.
+        run.log.observers += [self._reporter]
+        if run_args.report_per_task:
+            run.log.observers += [LoggerRuns(run.log.note_own_code)]
+        if run_args.push_to_hub and run.saver.is_writer:
+            run.log.observers += [HubPushes(run_args, run.root, run.log.warn)]
+        if run_args.upload_to and run.saver.is_writer:
+            run.log.observers += [FolderUpload(run_args.upload_to, run.root, run.log.warn)]
         shows = {"enabled": not run_args.disable_tqdm, "device": run_args.device}
         run.log.make_progress = lambda: make_progress(**shows, is_main_process=run.log.is_shown)
         placement.on_change = self._use_model
@@ -250,7 +260,7 @@ class MultiTaskTrainer(Trainer):
     @property
     def interrupted_by(self) -> int:
         """Number of the signal that ended the last training; 0 if none did."""
-        return self._run.interrupted_by
+        return self._reporter.interrupted_by
 
     @property
     def tasks(self) -> list[Task]:
@@ -283,7 +293,7 @@ class MultiTaskTrainer(Trainer):
 
     def set_best_task(self, task: str) -> None:
         """Suggest merging this task's adapter, such as the best one of a sweep, in the last lines of the run."""
-        self._run.best_task = task
+        self._reporter.best_task = task
 
     def use_command(self, command: str, lock: FolderLock | None) -> None:
         """Suggest a shell command that resumes the run in its last lines, as `peft-mux train` does.
@@ -292,8 +302,7 @@ class MultiTaskTrainer(Trainer):
             command: the command that resumes the run.
             lock: the lock of the run folder if the caller holds it already; `train` releases it at its end.
         """
-        self._run.resume_command = command
-        self._run.saver.lock = lock
+        self._reporter.resume_command, self._run.saver.lock = command, lock
 
     def adapter_folder(self, task: str) -> Path | None:
         """Return the folder with a task's current adapter; `None` if the disk has none, or an older one."""
@@ -448,7 +457,7 @@ class MultiTaskTrainer(Trainer):
 
         def stop(signal_number: int) -> None:
             if not has_ended:
-                run.interrupted_by, run.control.should_training_stop = signal_number, True
+                self._reporter.interrupted_by, run.control.should_training_stop = signal_number, True
 
         with (
             run.processes.together(),
@@ -460,6 +469,7 @@ class MultiTaskTrainer(Trainer):
         ):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
+            self._reporter.interrupted_by = 0
             first_token, first_step = loop.num_stream_tokens, run.state.global_step
             private_before = private_bytes()
             with stop_at_signal(stop, echo_s=2.0 if repeats_signals else 0.0) as restore_signals:
@@ -470,8 +480,8 @@ class MultiTaskTrainer(Trainer):
                         loop.call_task_events()
                         yield
                 except Exception:
-                    for callbacks in run.log.callbacks.values():
-                        callbacks.trackers.end()
+                    for observer in run.log.observers:
+                        observer.on_failure()
                     raise
                 finally:
                     run.log.progress.stop()
@@ -485,13 +495,13 @@ class MultiTaskTrainer(Trainer):
                 # The last step need not be a multiple of `save_steps`.
                 if not run.saver.is_current:
                     loop.save()
-                run.hub.wait()
+                for observer in run.log.observers:
+                    observer.on_end()
                 run.callbacks.call_task_events(self._plans.current)
                 num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
                 self._output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps, added_bytes)
-                if run.upload is not None:
-                    run.upload.start()
-                    run.upload.wait()
+                for observer in run.log.observers:
+                    observer.on_close()
 
     def evaluate(  # type: ignore[override]
         self, task: str | None = None, eval_dataset: Any = None, **unsupported: Any
@@ -578,7 +588,7 @@ class MultiTaskTrainer(Trainer):
                 weights = saver.full_weights(run)
                 if saver.is_writer:
                     RunFolder(folder, self._placement.model).save_adapter(run.name, weights)
-                    write_task_files(self._run, run, folder / run.name)
+                    self._reporter.write_task_files(run, folder / run.name)
 
         self._membership.queue.ask("save_model", save)
 

@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
+from peft_mux.reporting.callbacks import Observer
 from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT
@@ -84,6 +85,30 @@ def test_no_event_comes_before_training_and_a_plain_callback_may_have_a_single_e
     trainer.train()
     assert diary.of("a") == diary.of("b") == [(0, "on_task_begin"), (2, "on_task_end")]
     assert ended == {"a": ("succeeded", False), "b": ("stopped_early", True)}
+
+
+def test_observers_hear_what_happens_in_a_run_in_its_order(tmp_path: Path) -> None:
+    heard: list[tuple[int, str]] = []
+    trainer = make_trainer(small_tasks("a", "b", max_steps=4), tmp_path, save_strategy="steps", save_steps=2)
+
+    def hear(event: str) -> Any:
+        return lambda self, *facts: heard.append((trainer.state.global_step, event))
+
+    events = [event for event in vars(Observer) if event.startswith("on_") and event != "on_task_event"]
+    trainer._run.log.observers += [type("Hearing", (Observer,), {event: hear(event) for event in events})()]
+    trainer.add_callback(Acts(lambda **_: trainer.remove_task("b"), step=1))
+    trainer.train()
+    saved = ["on_saving", "on_saved"]
+    assert heard == [
+        (0, "on_begin"),
+        (1, "on_task_remove"),
+        *((2, event) for event in saved),
+        *((4, event) for event in ("on_task_end", *saved, "on_end", "on_close")),
+    ]
+    trainer.add_callback(Acts(raising(OSError("here")), event="on_train_begin"))
+    with pytest.raises(OSError, match="here"):
+        trainer.train()
+    assert heard[-1][1] == "on_failure"
 
 
 def test_a_task_that_fails_is_reported_with_its_reason_and_the_others_end(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_measured_step_is_one_of_all_tasks(run: tuple[MultiTaskTrainer, Path
 
 def test_the_measured_memory_is_of_the_kind_that_was_planned(run: tuple[MultiTaskTrainer, Path]) -> None:
     trainer, folder = run
-    (record,) = trainer._run.records
+    (record,) = trainer._reporter.records
     weights = sum(own.nbytes for own in trainer.model.parameters())
     assert weights <= record.tensor_bytes < record.peak_bytes / 2, "not that of Python and its libraries"
     page = (folder / "report.html").read_text(encoding="utf-8")
