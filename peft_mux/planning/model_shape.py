@@ -1,7 +1,8 @@
-"""The shape of a backbone, as the planner needs it; it is read without touching the weights."""
+"""The configuration and the shape of a backbone, as the planner needs them; no weights are read."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,10 +10,36 @@ from torch import nn
 
 from peft_mux.modeling.backbone.modules import frozen_parameters
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
+from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.costs.loads import ModelShape
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """What configurations call the number of experts that a token goes to."""
+
+
+def plain_backbone(model: Any) -> Any:
+    """Return the transformers model of a `MultiTaskPeftModel`, or the model itself."""
+    return model.backbone if isinstance(model, MultiTaskPeftModel) else model
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration of the backbone."""
+    return plain_backbone(model).config
+
+
+def shortened_config(config: Any, num_layers: int | None) -> Any:
+    """Return a copy of a configuration with `num_layers` layers, without quantisation; `None` for all layers."""
+    config = copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    text = config.get_text_config()
+    if num_layers is not None:
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[:num_layers]
+        text.num_hidden_layers = num_layers
+    # The only one that every architecture has: attention is ours in the passes that are run.
+    config._attn_implementation = "eager"
+    return config
 
 
 def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activation_dtype: torch.dtype) -> ModelShape:

@@ -69,10 +69,10 @@ class Command(Future[Any]):
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Call a function when the command is done; what it raises is logged, and ends neither the run nor a thread."""
 
-        def call(own: Future[Any]) -> None:
+        def call(future: Future[Any]) -> None:
             try:
                 with guard_user_code("", "done_callback"):
-                    fn(own)
+                    fn(future)
             except UserCodeError as error:
                 log_warning(_logger, f"{self.label}: a callback of its future failed", error.__cause__)
 
@@ -163,7 +163,7 @@ class CommandQueue:
         frame = sys._current_frames().get(self._owner or 0)
         while frame is not None and not self.is_owner:
             waits_for = frame.f_locals.get("self") if frame.f_code in _WAITS else None
-            if waits_for is not None and any(waits_for is one for one in callers):
+            if waits_for is not None and any(waits_for is caller for caller in callers):
                 return True
             frame = frame.f_back
         return self.is_owner
@@ -253,15 +253,15 @@ class CommandQueue:
                 all, in the order in which they were given.
         """
         with self._free:
-            own = [command for command in self._commands if labels is None or command.is_of_callback]
+            taken = [command for command in self._commands if labels is None or command.is_of_callback]
             for label in labels or ():
                 # The first of its label that is not taken yet: equal commands are done as often as they were given. One
                 # that is cancelled comes last; it is taken only if that happened after the processes had agreed.
-                equal = (one for one in self._commands if one.label == label and one not in own)
-                own.append(min(equal, key=Command.cancelled))
-            for command in own:
+                equal = (command for command in self._commands if command.label == label and command not in taken)
+                taken.append(min(equal, key=Command.cancelled))
+            for command in taken:
                 self._commands.remove(command)
-            return own
+            return taken
 
 
 class Membership:
@@ -426,22 +426,22 @@ class Membership:
     def _add(self, runs: list[ActiveTask]) -> None:
         """Add checked tasks to the model and the table; they wait there until a plan admits them."""
         run = self._run
-        for own in runs:
-            if own.name in run.table:  # removed before this run was resumed
-                self._drop(own.name)
+        for active in runs:
+            if active.name in run.table:  # removed before this run was resumed
+                self._drop(active.name)
         # PEFT refuses some configurations only when it injects the adapter; then the others train on.
         self._placement.register(runs)
-        for own in runs:
-            run.table.runs[own.name] = own
-            run.saver.note_arrival(own.name)
-            run.callbacks.note_event("on_task_register", own)
+        for active in runs:
+            run.table.runs[active.name] = active
+            run.saver.note_arrival(active.name)
+            run.callbacks.note_event("on_task_register", active)
         if run.is_in_train:  # otherwise the tasks are described when training begins
             run.saver.attempt(lambda: describe_tasks(run.root, run.args, run.table, keeps=True))
 
     def _remove(self, name: str, save: bool) -> None:
         """Take a task out of every part that holds something of it, saving its adapter first if asked to."""
-        run, own = self._run, self.run_of(name)
-        if own.status is TaskStatus.REMOVED:  # before this run was resumed; its adapter is on the disk as it was
+        run, active = self._run, self.run_of(name)
+        if active.status is TaskStatus.REMOVED:  # before this run was resumed; its adapter is on the disk as it was
             self._drop(name)
             return
         # Saved before it is dropped: the saver reads the table and the model. Every process gets here.
@@ -450,15 +450,15 @@ class Membership:
                 f'the adapter of task "{name}" could not be written, so the task stays. Make its folder writable, or '
                 f'call remove_task("{name}", save=False), which discards the adapter.'
             )
-        if not own.status.is_final:
-            own.end(TaskStatus.REMOVED, "" if save else "not saved")
-        place = run.saver.place(own)
+        if not active.status.is_final:
+            active.end(TaskStatus.REMOVED, "" if save else "not saved")
+        place = run.saver.place(active)
         for observer in run.log.observers:
-            observer.on_task_remove(own, place)
+            observer.on_task_remove(active, place)
         self._drop(name)
-        run.saver.note_removed(own)
-        run.callbacks.note_event("on_task_remove", own, place)
-        run.log.event("status", task=name, step=own.step, status="removed")
+        run.saver.note_removed(active)
+        run.callbacks.note_event("on_task_remove", active, place)
+        run.log.event("status", task=name, step=active.step, status="removed")
 
     def _drop(self, name: str) -> None:
         del self._run.table.runs[name]
@@ -478,26 +478,26 @@ class Membership:
         run = self._run
         if run.saver.unsaved and run.saver.num_states != self._num_states_at_last_try:
             self._save_again()
-        changed = [(own, own.status) for own in run.table.collect()]
-        for own, status in changed:
+        changed = [(active, active.status) for active in run.table.collect()]
+        for active, status in changed:
             if not status.is_final:
-                run.log.status(own)
-                run.callbacks.note_status(own, run.saver.place(own))
+                run.log.status(active)
+                run.callbacks.note_status(active, run.saver.place(active))
                 continue
             # No log may come after this one, so the losses since the last one are logged now.
             if run.args.logging_strategy != "no":
-                run.log.losses([own])
+                run.log.losses([active])
             # Before it is saved, as the best adapter is the one to keep; a failed task keeps its last good one.
-            if own.best.value is not None and status is not TaskStatus.FAILED:
-                parameters = self._placement.model.task_parameters(own.name)
+            if active.best.value is not None and status is not TaskStatus.FAILED:
+                parameters = self._placement.model.task_parameters(active.name)
                 with torch.no_grad():
-                    for key, weight in own.best_weights.items():
+                    for key, weight in active.best_weights.items():
                         parameters[key].copy_(weight)
-            if failure := run.saver.save_ended(own):
-                self._fail_unsaved(own, failure)
+            if failure := run.saver.save_ended(active):
+                self._fail_unsaved(active, failure)
             elif run.saver.folder is not None and status is not TaskStatus.FAILED:
-                run.log.callbacks[own.name].call("on_save")
-            self._report_ending(own)
+                run.log.callbacks[active.name].call("on_save")
+            self._report_ending(active)
             if status is TaskStatus.FAILED and run.args.quarantine_policy == "stop":
                 run.control.should_training_stop = True
         # A task that has ended makes room for tasks that wait; other changes do not.
@@ -513,9 +513,9 @@ class Membership:
         for name, reason in self._run.processes.gather(failures)[0].items():
             if name not in failures and name in table:
                 unsaved[name] = None
-                own = table[name]
-                own.end(TaskStatus.FAILED, reason)
-                own.reported = own.status
+                active = table[name]
+                active.end(TaskStatus.FAILED, reason)
+                active.reported = active.status
 
     def _save_again(self) -> None:
         """Save the tasks whose adapters could not be written; those that now are have ended as they would have."""
@@ -523,27 +523,27 @@ class Membership:
         self._num_states_at_last_try = saver.num_states
         for name, ending in list(saver.unsaved.items()):
             if ending is not None:
-                own = table[name]
-                own.status, own.reason = ending  # its state is saved with these
-                if failure := saver.save_ended(own):
-                    self._fail_unsaved(own, failure)
+                active = table[name]
+                active.status, active.reason = ending  # its state is saved with these
+                if failure := saver.save_ended(active):
+                    self._fail_unsaved(active, failure)
                 else:
-                    self._report_ending(own)
+                    self._report_ending(active)
 
-    def _fail_unsaved(self, own: ActiveTask, failure: str) -> None:
+    def _fail_unsaved(self, active: ActiveTask, failure: str) -> None:
         """Mark a task as failed because its adapter could not be written, and report where its newest copy is."""
-        before = f"{own.reason}; " if own.status is TaskStatus.FAILED else ""
+        before = f"{active.reason}; " if active.status is TaskStatus.FAILED else ""
         folder = self._run.saver.folder
-        newest = None if folder is None else folder.newest_checkpoint(own.name)
+        newest = None if folder is None else folder.newest_checkpoint(active.name)
         copy = "There is no copy of it on the disk." if newest is None else f"Its newest copy is {newest}."
-        own.status = TaskStatus.FAILED
-        own.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
+        active.status = TaskStatus.FAILED
+        active.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
         self._num_states_at_last_try = self._run.saver.num_states
-        own.reported = own.status
+        active.reported = active.status
 
-    def _report_ending(self, own: ActiveTask) -> None:
-        self._run.log.status(own)
-        own.reported = own.status
-        self._run.callbacks.note_status(own, self._run.saver.place(own))
+    def _report_ending(self, active: ActiveTask) -> None:
+        self._run.log.status(active)
+        active.reported = active.status
+        self._run.callbacks.note_status(active, self._run.saver.place(active))
         for observer in self._run.log.observers:
-            observer.on_task_end(own)
+            observer.on_task_end(active)

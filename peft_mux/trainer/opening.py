@@ -85,7 +85,7 @@ class Opening:
             facts: dict[str, Any] = {
                 "version": {name: installed_version(name) or "not installed" for name in _PACKAGES},
                 "args": {**arguments, "resume_from_checkpoint": resume or None},
-                "tasks": {own.name: task_settings(own) for own in run.table},
+                "tasks": {active.name: task_settings(active) for active in run.table},
             }
             require_consistent(run.processes, facts)
         is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
@@ -96,7 +96,7 @@ class Opening:
             has_copy = has_copy and not record_paths(run.root / STATE_FOLDER)
         except ConfigError as error:
             unread.append(str(error))
-        if run.args.upload_to and (unread := [text for own in run.processes.gather(unread) for text in own]):
+        if run.args.upload_to and (unread := [text for texts in run.processes.gather(unread) for text in texts]):
             raise ConfigError(unread[0])
         if resume == "auto" or is_first:
             # Whether all processes see the same folder is checked later.
@@ -170,13 +170,13 @@ class Opening:
         self._choose_replicas()
         whole: dict[str, str] = {}  # a digest of each frozen weight
         faults = []
-        for rank, own in enumerate(run.processes.gather(dict(self._placement.load(self._plans.plan_stages)))):
-            odd = next((name for name in own if whole.get(name, own[name]) != own[name]), None)
+        for rank, digests in enumerate(run.processes.gather(dict(self._placement.load(self._plans.plan_stages)))):
+            odd = next((name for name in digests if whole.get(name, digests[name]) != digests[name]), None)
             if odd is not None:
                 where = f"rank {rank}: model.frozen weights (digest) of {odd}"
                 allowed = f"{whole[odd]}, as on the processes before it"
-                faults.append(Fault(where, own[odd], allowed, "Start every process with the same model."))
-            whole = {**own, **whole}  # the first process that holds a weight sets the rule for the others
+                faults.append(Fault(where, digests[odd], allowed, "Start every process with the same model."))
+            whole = {**digests, **whole}  # the first process that holds a weight sets the rule for the others
         raise_faults(faults)
         backbone = fingerprint(type(self._placement.model.backbone).__name__, whole)
         if saver.folder is None and args.save_strategy != "no":
@@ -196,9 +196,9 @@ class Opening:
             # Records of a run that was killed before its first save are not part of this one.
             run.log.metrics.truncate_after(-1)
         # Drop the gradients of a step that was cut off: the step is taken again, from its beginning.
-        for own in run.table:
-            if own.optimizer is not None:
-                own.optimizer.zero_gradients()
+        for active in run.table:
+            if active.optimizer is not None:
+                active.optimizer.zero_gradients()
         run.has_trained = True
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
         plan = self._plans.replan()
@@ -218,17 +218,17 @@ class Opening:
                 initial weights are gone.
         """
         run, saver = self._run, self._run.saver
-        stepped = [own.name for own in run.table if own.step > 0]
-        for own in run.table:
+        stepped = [active.name for active in run.table if active.step > 0]
+        for active in run.table:
             if run.has_trained:  # forget everything but the weights, before a state is loaded
-                own.end(TaskStatus.WAITING)
-                own.step, own.num_tokens, own.best_weights = 0, 0, {}
-                own.best, own.loss_mean = BestMetric(own.task, own.hyper), LossMean()
-                own.last_loss = own.last_gradient_norm = own.last_learning_rate = float("nan")
-                own.state = new_state(own.hyper, run.args, own.num_steps, own.loader.steps_per_epoch)
+                active.end(TaskStatus.WAITING)
+                active.step, active.num_tokens, active.best_weights = 0, 0, {}
+                active.best, active.loss_mean = BestMetric(active.task, active.hyper), LossMean()
+                active.last_loss = active.last_gradient_norm = active.last_learning_rate = float("nan")
+                active.state = new_state(active.hyper, run.args, active.num_steps, active.loader.steps_per_epoch)
             # A state is read into an optimizer, so every task needs one first.
-            if own.status is TaskStatus.WAITING:
-                self._placement.start(own)
+            if active.status is TaskStatus.WAITING:
+                self._placement.start(active)
         folder = saver.folder
         if folder is None or root != folder.root:
             folder = open_other_folder(root, self._placement.model, is_writer=saver.is_writer, fingerprint=backbone)
@@ -258,11 +258,11 @@ class Opening:
         run.log.begin_rows(*run.table)
         # The initial status of tasks is not a change to report.
         run.table.collect()
-        for own in run.table:
-            own.train_loss = LossMean()
+        for active in run.table:
+            active.train_loss = LossMean()
         run.state.logging_steps = run_interval(run.args.logging_steps, run.table)
-        run.state.max_steps = max((own.num_steps for own in run.table), default=0)
-        run.state.num_train_epochs = max((own.state.num_train_epochs for own in run.table), default=0)
+        run.state.max_steps = max((active.num_steps for active in run.table), default=0)
+        run.state.num_train_epochs = max((active.state.num_train_epochs for active in run.table), default=0)
         run.callbacks.call("on_train_begin")
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_begin")

@@ -120,7 +120,7 @@ class PlanFollower:
         plan = self._plan_for(self.pipeline)
         correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
-        reasons = {one.name: one.reason for one in plan.waiting}
+        reasons = {left_out.name: left_out.reason for left_out in plan.waiting}
         for run in [run for run in self._run.table if run.status is TaskStatus.WAITING]:
             # A plan may be made before there are weights; then the one that `train` begins with starts the tasks.
             if run.name in admitted and self._placement.is_loaded:
@@ -186,7 +186,7 @@ class PlanFollower:
         self.measured.exchange()
         if not correction.differs:
             return False
-        running = [one.name for one in run.table.running]
+        running = [active.name for active in run.table.running]
         options = {"running": running, **self.pipeline}
         gain = self.planner.gain_of(self.current, correction.agreed, run.table.plannable, **options)
         # Unequal replicas have different plans, and either all of them change theirs or none.

@@ -81,7 +81,7 @@ class Relocation(Moves):
             report = report_deployment(self._plans.planner, run.table.plannable)
             plan, num_processes = report.plan, processes.world_size
             # The chosen deployment is the first. Last come equal replicas, as what is fastest may leave processes idle.
-            every = [zip(plan.configurations, one.counts, strict=True) for one in plan.candidates]
+            every = [zip(plan.configurations, candidate.counts, strict=True) for candidate in plan.candidates]
             every += [
                 zip([row.config], [num_processes // row.config.num_gpus], strict=True)
                 for row in report.configs
@@ -198,18 +198,18 @@ class Relocation(Moves):
                 processes.wait_for_all()  # others read what the first one has written
                 # A waiting task has taken no step: its adapter is initialised from its seed, and it gets an optimizer
                 # when it starts.
-                for own in [own for own in run.table if own.status is not TaskStatus.WAITING]:
-                    if not own.status.is_final:
-                        self._placement.make_optimizer(own)
-                        folder.restore(own, own.step, run.log.warn)
+                for active in [active for active in run.table if active.status is not TaskStatus.WAITING]:
+                    if not active.status.is_final:
+                        self._placement.make_optimizer(active)
+                        folder.restore(active, active.step, run.log.warn)
                         continue
                     model = self._placement.model
                     try:
-                        weights = model.saved_weights(own.name, folder.task_folder(own.name))
-                        put_snapshot(own, model, TaskState(weights, {}, {}, {}))
+                        weights = model.saved_weights(active.name, folder.task_folder(active.name))
+                        put_snapshot(active, model, TaskState(weights, {}, {}, {}))
                     except CheckpointError as error:
                         # Its adapter was not written, so the task has none here.
-                        run.log.warn(f'task "{own.name}": its adapter is missing: {error}')
+                        run.log.warn(f'task "{active.name}": its adapter is missing: {error}')
             # The next decision uses the measured cost of a move.
             self._restart_s = seconds = time.perf_counter() - started
             run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)

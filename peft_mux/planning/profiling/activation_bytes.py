@@ -31,8 +31,7 @@ from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.recompute import recomputing
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import in_mode, temporary_attributes
-from peft_mux.planning.model_shape import model_shape
-from peft_mux.planning.profiling.subject import config_of, plain_backbone, shortened_config
+from peft_mux.planning.model_shape import config_of, model_shape, plain_backbone, shortened_config
 from peft_mux.scheduler.costs import memory
 
 Description = tuple[Hashable, ...]

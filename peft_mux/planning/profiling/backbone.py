@@ -22,8 +22,8 @@ from torch import nn
 
 from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
 from peft_mux.modeling.adapters.lora.layer import LinearGroup
-from peft_mux.planning.model_shape import model_shape
-from peft_mux.planning.profiling.subject import RANKS, Subject, config_of, plain_backbone
+from peft_mux.planning.model_shape import config_of, model_shape, plain_backbone
+from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Profile, profile_key, shape_signature

@@ -21,7 +21,8 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.stream import temporary_attributes
-from peft_mux.planning.profiling.subject import RANKS, Subject, config_of
+from peft_mux.planning.model_shape import config_of
+from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Profile

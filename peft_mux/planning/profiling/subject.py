@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +20,7 @@ from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import temporary_attributes
-from peft_mux.planning.model_shape import model_shape
+from peft_mux.planning.model_shape import config_of, model_shape, plain_backbone, shortened_config
 from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 
 RANKS = (4, 16, 64)
@@ -30,31 +29,6 @@ _DEFAULT_TASKS_PER_RANK = 8
 """A CPU runs adapters one after another, so that a few of them are enough to time one."""
 _MOST_LAYERS = 4
 _LEFT_OUT_ATTENTION = "peft_mux_no_attention"
-
-
-def plain_backbone(model: Any) -> Any:
-    """Return the transformers model of a `MultiTaskPeftModel`, or the model itself."""
-    return model.backbone if isinstance(model, MultiTaskPeftModel) else model
-
-
-def config_of(model: Any) -> Any:
-    """Return the configuration of the backbone."""
-    return plain_backbone(model).config
-
-
-def shortened_config(config: Any, num_layers: int | None) -> Any:
-    """Return a copy of a configuration with `num_layers` layers, without quantisation; `None` for all layers."""
-    config = copy.deepcopy(config)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config
-    text = config.get_text_config()
-    if num_layers is not None:
-        if getattr(text, "layer_types", None) is not None:
-            text.layer_types = text.layer_types[:num_layers]
-        text.num_hidden_layers = num_layers
-    # The only one that every architecture has: attention is ours in the passes that are run.
-    config._attn_implementation = "eager"
-    return config
 
 
 class Subject:
