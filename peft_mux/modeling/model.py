@@ -777,23 +777,20 @@ class MultiTaskPeftModel(PeftModel):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Switch all adapters off for the time of the `with` block, as PEFT does; prompts too."""
-        if self.registry.prompt_kind is None:
-            with super().disable_adapter():
-                yield
-            return
-        # PEFT would ask the type of the active adapter alone.
-        parts = [
-            part for part in self.backbone.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        """Switch all adapters off for the time of the `with` block; PEFT would those of the active one's type."""
+        layers: list[Any] = [
+            module
+            for module in self.backbone.modules()
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not module.disable_adapters
         ]
+        for layer in layers:
+            layer.enable_adapters(False)
         try:
-            for part in parts:
-                part.enable_adapters(False)
-            with temporary_attributes(self, has_prompts=False):
+            with temporary_attributes(self, has_prompts=False, _adapters_disabled=True):
                 yield
         finally:
-            for part in parts:
-                part.enable_adapters(True)
+            for layer in layers:
+                layer.enable_adapters(True)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -34,21 +34,14 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
     if kind is nn.Linear:
         # From where they are kept: PyTorch's `__getattr__` looks everywhere else first.
         return base_layer._parameters["weight"], base_layer._parameters["bias"]
-    kind = plain_type(base_layer)
+    # FSDP2 swaps the class for one that inherits from `FSDPModule` and from what it was before.
+    kind = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
     if kind is nn.Linear:
         return base_layer.weight, base_layer.bias
     if kind is Conv1D:
         # Conv1D keeps its weight as [D, K]; the view is free.
         return base_layer.weight.t(), base_layer.bias
     return None, None
-
-
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before FSDP2 sharded its weights."""
-    if isinstance(module, FSDPModule):
-        # FSDP2 swaps the class for one that inherits from `FSDPModule` and from what it was before.
-        return type(module).__mro__[type(module).__mro__.index(FSDPModule) + 1]
-    return type(module)
 
 
 def without_head(backbone: Any) -> Any:
