@@ -238,7 +238,7 @@ class Calls:
     Example:
         >>> calls = Calls(AutoModelForCausalLM.from_pretrained("..."))  # doctest: +SKIP
         >>> calls.open("sql", LoraConfig(r=16, target_modules="all-linear"), seed=0)  # doctest: +SKIP
-        >>> result = calls.run([Call("sql", examples, lambda own: own.nll_M.sum())])["sql"]  # doctest: +SKIP
+        >>> result = calls.run([Call("sql", examples, lambda outputs: outputs.nll_M.sum())])["sql"]  # doctest: +SKIP
         >>> calls.step({"sql": AdamSettings(learning_rate=1e-4)})  # doctest: +SKIP
     """
 
@@ -375,7 +375,7 @@ class Calls:
         batch = TaskBatch(
             call.model, 0, 0, sequences := tuple(map(_sequence, call.examples)), trie=prefix_trie(sequences)
         )
-        before = [own.clone() for own in model.gradients] if call.backward and model.has_gradients else None
+        before = [gradient.clone() for gradient in model.gradients] if call.backward and model.has_gradients else None
         return _Unfinished(call, batch, self._cut(batch), before)
 
     def _row_faults(self, call: Call) -> Iterator[Fault]:
@@ -404,11 +404,12 @@ class Calls:
                 elif (fault := _column_fault(at, len(tokens), example.columns)) is not None:
                     yield fault
                 else:
-                    found = {name: np.shape(own)[1:] for name, own in example.columns.items()}
-                    own = targets.shape[1:], found
-                    shapes = own if shapes is None else shapes
-                    if own != shapes:
-                        got = f"targets of {list(own[0])} with columns {shown(own[1])}, first {shown(shapes)}"
+                    columns = {name: np.shape(column)[1:] for name, column in example.columns.items()}
+                    example_shapes = targets.shape[1:], columns
+                    shapes = example_shapes if shapes is None else shapes
+                    if example_shapes != shapes:
+                        shape, columns = example_shapes
+                        got = f"targets of {list(shape)} with columns {shown(columns)}, first {shown(shapes)}"
                         yield Fault(at, got, "of the same shapes and columns as the first example")
 
     def _cut(self, batch: TaskBatch) -> list[list[int]]:
@@ -430,8 +431,8 @@ class Calls:
         chosen: list[str] = []
         num_tokens = 0
         for name in names:
-            own = self._unfinished[name]
-            size = sum(len(own.batch.sequences[row]) for row in own.pieces[0])
+            unfinished = self._unfinished[name]
+            size = sum(len(unfinished.batch.sequences[row]) for row in unfinished.pieces[0])
             is_apart = not self._alone.isdisjoint((name, *chosen))
             if not chosen or (num_tokens + size <= self.pass_tokens and not is_apart):
                 chosen.append(name)
@@ -482,10 +483,10 @@ class Calls:
         results: dict[str, CallResult | CallFailure] = {}
         losses: dict[str, torch.Tensor] = {}
         gradients: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for own, outputs in zip(running, by_model, strict=True):
-            name = own.call.model
+        for unfinished, outputs in zip(running, by_model, strict=True):
+            name = unfinished.call.model
             try:
-                losses[name], gradients[name] = _loss_and_gradients(own.call.loss, outputs, backward=backward)
+                losses[name], gradients[name] = _loss_and_gradients(unfinished.call.loss, outputs, backward=backward)
             except Exception as error:  # the caller's own code
                 if is_out_of_memory(error):
                     raise
@@ -502,27 +503,29 @@ class Calls:
         pairs = [pair for name in losses if name not in results for pair in gradients[name]]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        for index, (own, outputs) in enumerate(zip(running, by_model, strict=True)):
-            name = own.call.model
+        for index, (unfinished, outputs) in enumerate(zip(running, by_model, strict=True)):
+            name = unfinished.call.model
             if name in results:
                 continue
-            own.loss += float(figures[name][0])
+            unfinished.loss += float(figures[name][0])
             values = _logprobs(outputs).detach().cpu().numpy()
             ends = np.cumsum(outputs.sequence_counts)[:-1]
-            own.logprobs.update(zip(_rows(on_host, index, own.batch), np.split(values, ends), strict=True))
-            own.pieces.pop(0)
-            if own.pieces:
+            unfinished.logprobs.update(
+                zip(_rows(on_host, index, unfinished.batch), np.split(values, ends), strict=True)
+            )
+            unfinished.pieces.pop(0)
+            if unfinished.pieces:
                 continue
-            if backward and not all(bool(one.isfinite().all()) for one in self._models[name].gradients):
+            if backward and not all(bool(gradient.isfinite().all()) for gradient in self._models[name].gradients):
                 results[name] = CallFailure("the gradient of the weights is not finite", is_callers=True)
             else:
-                logprobs = tuple(own.logprobs[row] for row in range(len(own.call.examples)))
-                results[name] = CallResult(own.loss, logprobs)
+                logprobs = tuple(unfinished.logprobs[row] for row in range(len(unfinished.call.examples)))
+                results[name] = CallResult(unfinished.loss, logprobs)
         return results
 
     def _laid_out(self, running: Sequence[_Unfinished]) -> MuxBatch:
         """Return the next pieces of some calls as one stream; on a CPU with rows of padding behind them."""
-        batches, rows = [own.batch for own in running], [own.pieces[0] for own in running]
+        batches, rows = [unfinished.batch for unfinished in running], [unfinished.pieces[0] for unfinished in running]
         while True:
             num_tokens = sum(batch.num_tokens for batch in batches)
             (stream,) = self._collator.micro_batches(batches, max_tokens=num_tokens, only=rows)
@@ -532,7 +535,7 @@ class Calls:
             if not missing:
                 return stream
             zeros = np.split(np.zeros(missing, dtype=np.int64), range(_PADDING_ROW, missing, _PADDING_ROW))
-            padding = tuple(TokenSequence(own, own, 0, labels_itself=True) for own in zeros)
+            padding = tuple(TokenSequence(token_ids, token_ids, 0, labels_itself=True) for token_ids in zeros)
             batches.append(TaskBatch(_PADDING, 0, 0, padding))
             rows.append(list(range(len(padding))))
 
@@ -548,18 +551,18 @@ class Calls:
             hidden_UD = model.hidden_states(batch)
         outputs = []
         sizes = [end - start for start, end in pairwise(batch.computed_offsets)]
-        for index, own_UD in enumerate(hidden_UD.split(sizes)[:num_models]):
-            own = on_host.of_tasks([index]).to(model.device)
-            with model.multiplexing(own):
-                outputs += model.objectives.head.outputs(own_UD, own, model)
+        for index, part_UD in enumerate(hidden_UD.split(sizes)[:num_models]):
+            batch_of_model = on_host.of_tasks([index]).to(model.device)
+            with model.multiplexing(batch_of_model):
+                outputs += model.objectives.head.outputs(part_UD, batch_of_model, model)
         return outputs
 
-    def _put_back(self, name: str, own: _Unfinished) -> None:
+    def _put_back(self, name: str, unfinished: _Unfinished) -> None:
         """Give a model the gradients that it had before a call."""
-        if own.before is None:
+        if unfinished.before is None:
             self._models[name].optimizer.zero_gradients()
         else:
-            torch._foreach_copy_(self._models[name].gradients, own.before)
+            torch._foreach_copy_(self._models[name].gradients, unfinished.before)
 
     def _in_less_memory(
         self, names: Sequence[str], num_tokens: int, reason: str
@@ -587,10 +590,12 @@ class Calls:
     def _begin_again(self, names: Sequence[str]) -> None:
         """Let unfinished calls begin again, with the gradients that their models had before."""
         for name in names:
-            own = self._unfinished[name]
-            if own.call.backward:
-                self._put_back(name, own)
-            self._unfinished[name] = _Unfinished(own.call, own.batch, self._cut(own.batch), own.before)
+            unfinished = self._unfinished[name]
+            if unfinished.call.backward:
+                self._put_back(name, unfinished)
+            self._unfinished[name] = _Unfinished(
+                unfinished.call, unfinished.batch, self._cut(unfinished.batch), unfinished.before
+            )
 
     # ------------------------------------------------------------------ steps
 
@@ -609,13 +614,13 @@ class Calls:
         """
         models = {name: self._model(name, "a step") for name in steps}
         for name, model in models.items():
-            own = steps[name]
+            settings = steps[name]
             model.optimizer.use(
-                learning_rate=own.learning_rate,
-                betas=(own.beta1, own.beta2),
-                eps=own.eps,
-                weight_decay=own.weight_decay,
-                max_grad_norm=own.max_grad_norm,
+                learning_rate=settings.learning_rate,
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
             )
         optimizers = [model.optimizer for model in models.values()]
         norms_N = gradient_norms(optimizers)
@@ -624,25 +629,29 @@ class Calls:
             values = [float(norm) for norm in norms_N]
         else:
             pages = [optimizer.page_updates(index, None) for index, optimizer in enumerate(optimizers)]
-            joined = [optimizer for optimizer, own in zip(optimizers, pages, strict=True) if own]
+            joined = [optimizer for optimizer, updates in zip(optimizers, pages, strict=True) if updates]
             norms = torch.stack([norm.to(self.model.device, torch.float32) for norm in norms_N])
             verdicts_2N = torch.stack([torch.zeros_like(norms), norms])  # losses are the callers'
-            values = joint_update([page for own in pages for page in own], verdicts_2N)[1]
+            values = joint_update([page for updates in pages for page in updates], verdicts_2N)[1]
             count_joint_steps(
-                [own for own, value in zip(optimizers, values, strict=True) if own in joined and is_real(value)]
+                [
+                    optimizer
+                    for optimizer, value in zip(optimizers, values, strict=True)
+                    if optimizer in joined and is_real(value)
+                ]
             )
-        found: dict[str, float | CallFailure] = {}
+        results: dict[str, float | CallFailure] = {}
         for (name, model), norm, value in zip(models.items(), norms_N, values, strict=True):
-            found[name] = value
+            results[name] = value
             if not is_real(value):
-                found[name] = CallFailure(f"the norm of the gradient is {value}", is_callers=True)
+                results[name] = CallFailure(f"the norm of the gradient is {value}", is_callers=True)
                 model.optimizer.zero_gradients()
             elif model.optimizer in joined:
                 model.optimizer.advance_schedule()
             else:
                 model.optimizer.step(norm)
             model.has_gradients = False
-        return found
+        return results
 
     # ------------------------------------------------------------------ states
 
@@ -652,11 +661,13 @@ class Calls:
         Raises:
             ConfigError: if the model is not open, or has an unfinished call.
         """
-        model, own = self._model(name, "its state"), self.model.task_parameters(name)
+        model, parameters = self._model(name, "its state"), self.model.task_parameters(name)
         gradients = {
-            key: parameter.grad.detach().clone() for key, parameter in own.items() if parameter.grad is not None
+            key: parameter.grad.detach().clone() for key, parameter in parameters.items() if parameter.grad is not None
         }
-        return replace(split_state(own, model.optimizer), copies={GRADIENTS: gradients} if model.has_gradients else {})
+        return replace(
+            split_state(parameters, model.optimizer), copies={GRADIENTS: gradients} if model.has_gradients else {}
+        )
 
     def restore(self, name: str, state: TaskState, *, only_weights: bool = False) -> None:
         """Give a model a state, perhaps of another model of the same configuration.
@@ -670,20 +681,20 @@ class Calls:
             ConfigError: if the model is not open, or has an unfinished call.
             CheckpointError: if its weights do not fit the model; then nothing has changed.
         """
-        model, own = self._model(name, "another state"), self.model.task_parameters(name)
+        model, parameters = self._model(name, "another state"), self.model.task_parameters(name)
         gradients = {} if only_weights else state.copies.get(GRADIENTS, {})
         fresh = TaskOptimizer.adamw(self.model.registry.slab_of(name))
-        join_state(state, own, None if only_weights else fresh)
+        join_state(state, parameters, None if only_weights else fresh)
         fresh.zero_gradients()
-        for key, parameter in own.items():
+        for key, parameter in parameters.items():
             if key in gradients and parameter.grad is not None:
                 parameter.grad.copy_(gradients[key])
         self._models[name] = _Model(model.config, fresh, bool(gradients))
 
     def freeze(self, name: str) -> Frozen:
         """Return copies of a model's weights, for samples; a `ConfigError` if it is not open."""
-        own = self.model.task_parameters(name)
-        return Frozen(self._model(name).config, {key: weight.detach().clone() for key, weight in own.items()})
+        parameters = self.model.task_parameters(name)
+        return Frozen(self._model(name).config, {key: weight.detach().clone() for key, weight in parameters.items()})
 
     def sampling(self, tokenizer: Any = None) -> Sampling:
         """Return a batch of completions of these models, without rows yet.
@@ -702,7 +713,6 @@ class Sampling:
     """
 
     def __init__(self, model: MultiTaskPeftModel, tokenizer: Any) -> None:
-        """Start without rows."""
         self._model, self._tokenizer = model, tokenizer
         self._multiple = _whole_tokens(_SAMPLED_TOKENS) if model.device.type == "cpu" else 1
         self._running = RunningRows(model, tokenizer, self._multiple)
@@ -757,7 +767,7 @@ class Sampling:
     def cancel(self, numbers: Collection[int]) -> None:
         """Drop the rows of requests; numbers whose completions were returned are passed over."""
         rows = self._running.rows
-        self._ended = {number: one for number, one in self._ended.items() if number not in numbers}
+        self._ended = {number: completion for number, completion in self._ended.items() if number not in numbers}
         if left := [place for place, row in enumerate(rows) if self._numbers[row][0] not in numbers]:
             self._running.keep(left)
         else:
@@ -774,14 +784,14 @@ class Sampling:
         model, name = self._model, self._slots.pop(frozen, None)
         if name is None:
             # A new task costs as much as many passes, so the weights of one that has no rows are replaced.
-            idle = [own for own, task in self._slots.items() if task not in busy]
-            alike = next((own for own in idle if own.config == frozen.config), None)
+            idle = [weights for weights, task in self._slots.items() if task not in busy]
+            alike = next((weights for weights in idle if weights.config == frozen.config), None)
             if alike is not None:
                 name = self._slots.pop(alike)
             else:
                 if len(idle) >= _MOST_IDLE:
                     model.remove_tasks([self._slots.pop(idle[0])])
-                name = next(one for number in count(1) if (one := f"frozen-{number}") not in model.tasks)
+                name = next(free_name for number in count(1) if (free_name := f"frozen-{number}") not in model.tasks)
                 model.register_tasks({name: frozen.config})
             with torch.no_grad():
                 for key, weight in model.task_parameters(name).items():
@@ -863,5 +873,9 @@ def _loss_and_gradients(
     if not (backward and value.requires_grad):
         return value.detach(), []
     gradients = torch.autograd.grad(value, list(read.values()), allow_unused=True)
-    found = [(getattr(outputs, name), own) for name, own in zip(read, gradients, strict=True) if own is not None]
-    return value.detach(), found
+    of_outputs = [
+        (getattr(outputs, name), gradient)
+        for name, gradient in zip(read, gradients, strict=True)
+        if gradient is not None
+    ]
+    return value.detach(), of_outputs

@@ -95,7 +95,6 @@ class guard_user_code(AbstractContextManager[None]):
     """
 
     def __init__(self, task: str, what: str, listener: Listener = ignore_timing, *, watches_model: bool = True) -> None:
-        """Do nothing until the block begins."""
         self._task, self._what, self._listener, self._watches = task, what, listener, watches_model
 
     def __enter__(self) -> None:

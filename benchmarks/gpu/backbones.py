@@ -20,7 +20,6 @@ class Backbones:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Hold nothing."""
         self._settings = settings
         self._held: tuple[Backbone, Any] | None = None
         self.num_made = 0

@@ -49,7 +49,6 @@ class Profiler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Watch nothing yet."""
         self._device = device
         self._is_on_device = device.type == "cuda" and ProfilerActivity.CUDA in supported_activities()
 

@@ -22,7 +22,6 @@ class Deadline:
     """A time limit; asked between measurements, so that what runs is finished."""
 
     def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
-        """Count from now."""
         self._clock = clock
         self._end_s = clock() + seconds
 

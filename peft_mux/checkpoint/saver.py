@@ -156,7 +156,6 @@ class Saver:
     def __init__(
         self, table: TaskTable, args: MultiTaskTrainingArguments, log: RunLog, *, is_writer: bool = True
     ) -> None:
-        """Save nothing until a folder is opened."""
         self.folder: RunFolder | None = None
         self.table, self.args, self.log, self.is_writer = table, args, log, is_writer
         self.num_states = 0

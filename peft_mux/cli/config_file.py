@@ -371,8 +371,8 @@ def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int]) ->
         if where in lines:
             faults.append(Fault(where, "the same key twice", "written once"))
             # The keys in the second section are not duplicates.
-            for own in [line for line in lines if line.startswith(f"{where}.")]:
-                del lines[own]
+            for inner in [line for line in lines if line.startswith(f"{where}.")]:
+                del lines[inner]
         lines[where] = key.start_mark.line + 1
         kind = key.tag.rsplit(":", 1)[-1]
         if kind not in ("str", "merge") and not where.startswith(_FREE_SECTIONS):
@@ -397,7 +397,7 @@ def _expand_secrets(section: Any, prefix: str = "") -> list[Fault]:
         elif where in SECRETS:
             # No message shows the text: it may be the secret itself.
             names = re.findall(r"\$\{(.*?)\}", value)
-            section[key] = re.sub(r"\$\{(.*?)\}", lambda found: os.environ.get(found[1], ""), value)
+            section[key] = re.sub(r"\$\{(.*?)\}", lambda match: os.environ.get(match[1], ""), value)
             if re.fullmatch(r"\$\w+", value):
                 fix = "Write ${NAME} for the variable NAME."
                 faults.append(Fault(where, "a variable without braces", "a token or a variable in braces", fix))

@@ -34,7 +34,8 @@ def show_status(arguments: argparse.Namespace) -> int:
     requests = Mailbox(root).requests()
     if arguments.json:
         tasks = {
-            one.name: {**{name: getattr(one, name) for name in _SHOWN}, "token_share": one.share} for one in view.tasks
+            task.name: {**{name: getattr(task, name) for name in _SHOWN}, "token_share": task.share}
+            for task in view.tasks
         }
         status = {
             "run": str(root),
@@ -46,10 +47,13 @@ def show_status(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(status, indent=1, default=str))
         return 0
-    lines = [f"{one.name}: {one.reason}" for one in view.tasks if one.reason]
+    lines = [f"{task.name}: {task.reason}" for task in view.tasks if task.reason]
     does = f"is loading the {loading} of the run" if loading else "trains"
     lines.append(f"{f'{keeper} {does}' if keeper else 'no process trains'} in {root}")
-    lines += [f"not carried out yet: {one.get('command')} {one.get('task') or one.get('file')}" for _, one in requests]
+    lines += [
+        f"not carried out yet: {request.get('command')} {request.get('task') or request.get('file')}"
+        for _, request in requests
+    ]
     if view.tasks:
         print(table_text(view if keeper else interrupted(view), window_width()))
     print(wrapped("\n".join(map(printable, lines)), window_width()))

@@ -487,7 +487,6 @@ class StaticInputs:
     """
 
     def __init__(self, shape: Shape, task_names: tuple[str, ...], device: torch.device) -> None:
-        """Allocate; nothing is written yet."""
         self.shape = shape
         sizes = [(name, shape.num_tokens, torch.int64) for name in _BY_TOKEN]
         sizes += [("target_rows", shape.num_targets, torch.int64), ("owners", shape.num_targets, torch.int64)]

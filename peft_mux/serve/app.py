@@ -317,7 +317,7 @@ class Service:
         )
         now, minute = time.monotonic(), time.monotonic() - 60.0
         waiting = list(self.engine.requests.values())
-        passes = [own for own in list(self.engine.passes) if own[0] > minute]
+        passes = [entry for entry in list(self.engine.passes) if entry[0] > minute]
         return {
             "models": self.names,
             "uptime_s": round(time.time() - self.started, 1),
@@ -326,22 +326,22 @@ class Service:
             "writer": self.engine.writer.reason,
             "passes_of_last_minute": {
                 "passes": len(passes),
-                "seconds": round(sum(own[1] for own in passes), 3),
-                "models_per_pass": round(sum(own[2] for own in passes) / max(1, len(passes)), 2),
-                "tokens": sum(own[3] for own in passes),
+                "seconds": round(sum(entry[1] for entry in passes), 3),
+                "models_per_pass": round(sum(entry[2] for entry in passes) / max(1, len(passes)), 2),
+                "tokens": sum(entry[3] for entry in passes),
             },
             "queue": [
                 {
-                    "key": own.key,
-                    "target": own.target,
-                    "seq": own.seq,
-                    "kind": own.kind,
-                    "tokens": own.num_tokens,
-                    "age_s": round(now - own.accepted, 1),
-                    "waits_for": " ".join(self.engine.waits_for(own.id)).strip(),
+                    "key": request.key,
+                    "target": request.target,
+                    "seq": request.seq,
+                    "kind": request.kind,
+                    "tokens": request.num_tokens,
+                    "age_s": round(now - request.accepted, 1),
+                    "waits_for": " ".join(self.engine.waits_for(request.id)).strip(),
                 }
-                for own in waiting
-                if key.is_admin or own.key == key.name
+                for request in waiting
+                if key.is_admin or request.key == key.name
             ],
             "usage": [dict(row) for row in usage],
         }
@@ -395,8 +395,8 @@ def make_app(service: Service) -> FastAPI:
 
     def answer(error: type[Exception], status: int, **headers: str) -> None:
         @app.exception_handler(error)
-        async def handle(request: Request, found: Any) -> Response:
-            return JSONResponse({"detail": str(found)}, getattr(found, "status", status), headers)
+        async def handle(request: Request, raised: Any) -> Response:
+            return JSONResponse({"detail": str(raised)}, getattr(raised, "status", status), headers)
 
     answer(BodyError, 400)
     answer(ConfigError, 400)
@@ -413,7 +413,8 @@ def make_app(service: Service) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         words = [
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {shown(one.get('input'))}." for one in error.errors()
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}, got {shown(fault.get('input'))}."
+            for fault in error.errors()
         ]
         return JSONResponse({"detail": " ".join(words)}, 422)
 
@@ -827,7 +828,10 @@ def _routes(service: Service) -> APIRouter:
 
     def run_of(row: Any, key: Key) -> dict[str, Any]:
         config, saved = json.loads(row["config"]), checkpoints_of("model = ?", row["id"])
-        newest = {kind: next((one for one in saved if one["checkpoint_type"] == kind), None) for kind in KINDS.values()}
+        newest = {
+            kind: next((checkpoint for checkpoint in saved if checkpoint["checkpoint_type"] == kind), None)
+            for kind in KINDS.values()
+        }
         return {
             "training_run_id": row["id"],
             "base_model": config["base_model"],
@@ -843,8 +847,8 @@ def _routes(service: Service) -> APIRouter:
     @api.get("/training_runs")
     async def training_runs(key: Tenant, limit: Limit = 20, offset: Offset = 0) -> Any:
         rows = ledger.read("SELECT * FROM models WHERE key = ? ORDER BY number DESC", key.name)
-        found = page(rows, "training_runs", limit, offset)
-        return {**found, "training_runs": [run_of(row, key) for row in found["training_runs"]]}
+        listed = page(rows, "training_runs", limit, offset)
+        return {**listed, "training_runs": [run_of(row, key) for row in listed["training_runs"]]}
 
     @api.get("/training_runs/{model_id}")
     async def training_run(model_id: str, key: Tenant) -> Any:

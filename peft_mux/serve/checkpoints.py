@@ -86,7 +86,7 @@ def modules_of(backbone: Any) -> dict[str, list[str]]:
     """Return the linear modules of attention, of MLPs, and of the output head, by the shortest names that are clear."""
     head = backbone.get_output_embeddings()
     # GPT-2 has a linear layer of its own.
-    kinds = {name: own for name, own in backbone.named_modules() if type(own).__name__ in ("Linear", "Conv1D")}
+    kinds = {name: module for name, module in backbone.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
     parts: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     for name, module in kinds.items():
         is_attention = any("attn" in word or "attention" in word for word in name.lower().split("."))

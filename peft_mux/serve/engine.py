@@ -197,8 +197,8 @@ def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) ->
     if not is_real(top_p) or not 0 < top_p <= 1:
         refuse("sampling_params.top_p", "above 0 and at most 1", top_p)
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    are_texts = all(isinstance(one, str) and one for one in stops)
-    if not are_texts and not all(is_integer(one, 0, _NO_TOKEN) for one in stops):
+    are_texts = all(isinstance(item, str) and item for item in stops)
+    if not are_texts and not all(is_integer(item, 0, _NO_TOKEN) for item in stops):
         refuse("sampling_params.stop", "a text, a list of texts, or a list of token ids", stop)
     wants_prompt, prompt_topk = bool(body.get("prompt_logprobs")), body.get("topk_prompt_logprobs", 0)
     scored = len(prompt) - 1
@@ -212,7 +212,7 @@ def read_sample(body: Mapping[str, Any], context: int | None, num_words: int) ->
         max_new_tokens=max_tokens,
         stop_strings=stops if are_texts else (),
         # What is given replaces the end of a text, which then is a token like others.
-        eos_token_id=None if stop is None else [_NO_TOKEN] if are_texts else [int(one) for one in stops],
+        eos_token_id=None if stop is None else [_NO_TOKEN] if are_texts else [int(item) for item in stops],
         **(draws if temperature > 0 else {}),
     )
     seed = None if seed is None else seed % 2**63
@@ -402,14 +402,14 @@ class Engine:
         """Wait a moment for the models that the last pass has answered, if there is a next pass; return if one came."""
         if not self._answered or not any(model.running for model in self.models.open_models):
             return False
-        missing, self._answered = [own for own in self._answered if not (own.queue or own.running)], []
+        missing, self._answered = [model for model in self._answered if not (model.queue or model.running)], []
         num_missing, until = len(missing), time.monotonic() + min(_RETURN_SHARE * self.passes[-1][1], _MOST_RETURN_S)
         while missing and (left := until - time.monotonic()) > 0:
             try:
                 self._inbox.get(timeout=left)()
             except queue.Empty:
                 break
-            missing = [own for own in missing if not own.queue]
+            missing = [model for model in missing if not model.queue]
         return len(missing) < num_missing
 
     def _take(self, request: Request) -> None:
@@ -471,7 +471,9 @@ class Engine:
         """Do everything whose turn it is except passes; return whether anything was done."""
         did_something = False
         steps: dict[str, tuple[Model, Request, AdamSettings]] = {}
-        for model in self._by_fairness([own for own in self.models.by_id.values() if own.queue or own.is_wanted]):
+        for model in self._by_fairness(
+            [candidate for candidate in self.models.by_id.values() if candidate.queue or candidate.is_wanted]
+        ):
             while not model.running and model.name not in steps:
                 if not model.is_open and not model.has_tail:
                     if model.opened and model.next_seq not in model.queue and not model.is_wanted:
@@ -647,7 +649,7 @@ class Engine:
 
     def _pass(self) -> bool:
         """Compute one pass of the calls that run, and answer those that it ends; return whether there was one."""
-        running = {own.name: own for own in self._by_fairness(self.models.open_models) if own.running}
+        running = {model.name: model for model in self._by_fairness(self.models.open_models) if model.running}
         if not running:
             return False
         start = time.perf_counter()
@@ -704,7 +706,7 @@ class Engine:
         model = None if model_id is None else self.models.get(model_id)
         # Requests that fail make no weights.
         if model is None or (
-            model.has_tail and not model.running and all(own.failure is not None for own in model.queue.values())
+            model.has_tail and not model.running and all(queued.failure is not None for queued in model.queue.values())
         ):
             raise ConfigError("the weights of the sampling session were deleted. Save them again.")
         model.is_wanted = True  # after a restart, its replay makes them again
@@ -731,13 +733,15 @@ class Engine:
             if not is_shortage and isinstance(error, RuntimeError) and self._calls.model.device.type != "cpu":
                 raise
             # All begin again, with the same seeds, in batches of half the tokens: at last the cause is by itself.
-            requests = {request.id: request for request in (*self._joining, *(own for own, _ in self._rows.values()))}
+            requests = {
+                request.id: request for request in (*self._joining, *(running for running, _ in self._rows.values()))
+            }
             if not requests:
                 raise
             self._sampling.cancel(self._sampling.numbers)
             self._rows, self._ended, self._joining = {}, {}, []
             self._most_sampled_tokens = sum(request.num_tokens for request in requests.values()) // 2
-            self._waiting = [*requests.values(), *(own for own in self._waiting if own.id not in requests)]
+            self._waiting = [*requests.values(), *(waiting for waiting in self._waiting if waiting.id not in requests)]
             if len(requests) == 1:
                 request = self._waiting.pop(0)
                 if is_shortage:
@@ -754,7 +758,7 @@ class Engine:
         chosen: list[tuple[Frozen | None, GenerationRequest]] = []
         places: list[tuple[Request, int]] = []
         num_tokens = sum({request.id: request.num_tokens for request, _ in self._rows.values()}.values())
-        for request in sorted(self._waiting, key=lambda own: self._usage.get(own.key, 0.0)):
+        for request in sorted(self._waiting, key=lambda request: self._usage.get(request.key, 0.0)):
             try:
                 if request.failure is not None:
                     raise ConfigError(request.failure)
@@ -771,8 +775,8 @@ class Engine:
             for place in range(call.num_samples):
                 # Only the first row needs what is of the prompt.
                 scores = {"top_logprobs": call.sample_topk, "prompt_logprobs": None if place else call.prompt_scores}
-                seed, own = (first + place) % 2**63, {"prompt": call.prompt, "options": call.options}
-                chosen.append((weights, GenerationRequest(task="sample", seed=seed, **own, **scores)))
+                seed, given = (first + place) % 2**63, {"prompt": call.prompt, "options": call.options}
+                chosen.append((weights, GenerationRequest(task="sample", seed=seed, **given, **scores)))
                 places.append((request, place))
             num_tokens += request.num_tokens
         if chosen:
@@ -791,7 +795,7 @@ class Engine:
             self._fail(request, "the logits of the model are not finite. Sample from other weights.")
             return
         skipped = len(call.prompt) - call.num_scored
-        scores = [math.nan if one is None else one for one in rows[0].prompt_logprobs]
+        scores = [math.nan if logprob is None else logprob for logprob in rows[0].prompt_logprobs]
         topk = [None if place < skipped or not top else top for place, top in enumerate(rows[0].prompt_top_logprobs)]
         output = write_samples(
             [
@@ -822,7 +826,7 @@ class Engine:
             request = self.requests.get(request_id)
             if request is None:
                 return
-            numbers = [number for number, (own, _) in self._rows.items() if own is request]
+            numbers = [number for number, (sampled, _) in self._rows.items() if sampled is request]
             self._sampling.cancel(numbers)
             for number in numbers:
                 del self._rows[number]

@@ -197,7 +197,7 @@ class Ledger:
                 except queue.Empty:
                     break
             is_closed = group[-1] is None
-            self._commit([one[:2] for one in group if one is not None])
+            self._commit([write[:2] for write in group if write is not None])
         self._connection.close()
 
     def _commit(self, group: list[tuple[Write, Future]]) -> None:

@@ -56,7 +56,7 @@ def _gspo(logprobs: torch.Tensor, columns: Columns, counts: Sequence[int], confi
     difference, marked = logprobs.detach() - columns["logprobs"], columns[_RATIO_MASK] != 0
     # Of each sequence the mean over its marked tokens; a sequence without them has no advantage either.
     rows = zip(difference.split(list(counts)), marked.split(list(counts)), strict=True)
-    means = [torch.where(own, row, 0.0).sum() / own.sum().clamp(min=1) for row, own in rows]
+    means = [torch.where(is_marked, row, 0.0).sum() / is_marked.sum().clamp(min=1) for row, is_marked in rows]
     spread = torch.stack(means).repeat_interleave(torch.tensor(counts, device=logprobs.device))
     ratio = (spread + logprobs - logprobs.detach()).exp()
     return -torch.minimum(ratio * advantages, _clipped(ratio, columns, config) * advantages).sum()

@@ -196,7 +196,7 @@ def _read_datum(datum: Any, where: str) -> Datum:
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     return Datum(
         tokens,
-        {name: _read_tensor(own, f"{where}.loss_fn_inputs.{name}") for name, own in datum.loss_fn_inputs.items()},
+        {name: _read_tensor(tensor, f"{where}.loss_fn_inputs.{name}") for name, tensor in datum.loss_fn_inputs.items()},
     )
 
 

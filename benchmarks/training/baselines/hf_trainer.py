@@ -31,7 +31,6 @@ class PadToLongest:
     """
 
     def __init__(self) -> None:
-        """Start without any batch."""
         self.tokens_per_batch: list[int] = []
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -53,7 +52,6 @@ class StepClock(TrainerCallback):
     """Notes when the steps of a `train()` end, and when the first one begins."""
 
     def __init__(self) -> None:
-        """Start without a step."""
         self.first_begin_s: float | None = None
         self.ends_s: list[float] = []
 
@@ -82,7 +80,6 @@ class RecordsLosses:
     """What keeps the loss of each step of a Trainer that it is put before; for the guard, not for timed runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Pass everything on."""
         super().__init__(*args, **kwargs)
         self.losses: list[float] = []
 

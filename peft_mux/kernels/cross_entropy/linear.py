@@ -343,11 +343,11 @@ def _normaliser_and_losses(
     # Each shard writes into its own part of a zero buffer, so that the sum acts as an all-gather; adding 0 is exact.
     parts = logits_MV.new_zeros(links.size, 3, len(logits_MV))
     top_M = logits_MV.amax(dim=1)
-    own = parts[links.index]
-    own[0] = top_M
+    part_of_shard = parts[links.index]
+    part_of_shard[0] = top_M
     rows = zip(logits_MV.split(COPIED_ROWS), top_M.split(COPIED_ROWS), strict=True)
-    own[1] = torch.cat([(part - top[:, None]).exp_().sum(dim=1) for part, top in rows])
-    own[2] = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
+    part_of_shard[1] = torch.cat([(part - top[:, None]).exp_().sum(dim=1) for part, top in rows])
+    part_of_shard[2] = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
     links.all_reduce(parts).wait()
     tops, sums, target_logits = parts.unbind(dim=1)
     # Subtract the largest logit of all shards, so that no exponential overflows.
@@ -450,12 +450,12 @@ class _CappedSpreads(torch.autograd.Function):
         step = block_rows(len(head.weight), hidden_MD.device.type)
         for start in range(0, len(hidden_MD), step):
             rows = slice(start, start + step)
-            own = Targets(targets.local_M[rows], targets.is_here_M[rows])
+            targets_of_rows = Targets(targets.local_M[rows], targets.is_here_M[rows])
             logits = head.logits(hidden_MD[rows])
-            spreads_M[rows] = spreads_of_logits(logits, own, size)
+            spreads_M[rows] = spreads_of_logits(logits, targets_of_rows, size)
             if gradient_MD is not None:
                 above = torch.full_like(logits, -1.0 / size)
-                above.scatter_add_(1, own.local_M, own.is_here_M.to(logits.dtype))
+                above.scatter_add_(1, targets_of_rows.local_M, targets_of_rows.is_here_M.to(logits.dtype))
                 # 1 - tanh^2 is the derivative of tanh.
                 above.mul_(logits.div_(head.softcap).square_().neg_().add_(1.0).mul_(head.scale))
                 gradient_MD[rows] = above.to(hidden_MD.dtype) @ head.weight.to(hidden_MD.dtype)

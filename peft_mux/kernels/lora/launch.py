@@ -63,7 +63,6 @@ class Launch:
     __slots__ = ("_compiled", "_fixed", "_grid", "_kernel", "_options", "_runner")
 
     def __init__(self, kernel: Any, tile: Tiles, *fixed: object, **constants: object) -> None:
-        """Store the arguments; nothing is compiled yet."""
         assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
         self._kernel, self._fixed = kernel, (*fixed, *constants.values())
         # Triton 3.10 no longer fuses a product and a sum into one instruction by default.

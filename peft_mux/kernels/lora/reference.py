@@ -311,11 +311,11 @@ def _inference(x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.
         start, end = bundle.segment.start, bundle.segment.end
         size = -(-(end - start) // _WHOLE_ROWS) * _WHOLE_ROWS
         first = max(0, min(start, len(x_TD) - size))
-        around, own = slice(first, first + size), slice(start - first, end - first)
+        around, inside = slice(first, first + size), slice(start - first, end - first)
         s_RT = bundle.joint_a(factors, x_TD.dtype) @ x_TD[around].t()
         for (index, number, scale), s in zip(bundle.members, bundle.split(s_RT, factors), strict=True):
             b = factors[2 * number + 1].to(x_TD.dtype)
-            ys[index][start:end] = torch.addmm(ys[index][around], s.t(), b.t(), alpha=scale)[own]
+            ys[index][start:end] = torch.addmm(ys[index][around], s.t(), b.t(), alpha=scale)[inside]
     return ys
 
 
@@ -401,8 +401,8 @@ def _base_input_gradient(
         if not needed:
             return torch.zeros_like(x)
         together = [take_rows(dy, needed) for dy in dys]
-        found = _base_input_gradient(x[: num_rows_in(needed)], together, weights)
-        return spread_rows(found, needed, len(x))
+        dx_of_needed = _base_input_gradient(x[: num_rows_in(needed)], together, weights)
+        return spread_rows(dx_of_needed, needed, len(x))
     dx = None
     for dy, weight in zip(dys, weights, strict=True):
         if weight is not None:

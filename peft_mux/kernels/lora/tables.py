@@ -102,18 +102,18 @@ def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int, *,
         is_short: whether programs have `SHORT_ROWS` rows.
     """
     narrow, wide = _TILES_BY_MODEL.get(device_name, _DEFAULT)[kernel]
-    found = narrow if block_ranks <= NARROW_RANK else wide
+    tiles = narrow if block_ranks <= NARROW_RANK else wide
     if is_short:
-        found = found._replace(stages=_SHORT_STAGES[block_ranks > NARROW_RANK])
+        tiles = tiles._replace(stages=_SHORT_STAGES[block_ranks > NARROW_RANK])
     if element_size <= 2:
-        return found
+        return tiles
     # Half as many columns of 4 bytes need the same shared memory; the reduction keeps its blocks in registers.
-    columns = found.columns if kernel == "reduce" else found.columns // 2
+    columns = tiles.columns if kernel == "reduce" else tiles.columns // 2
     if block_ranks <= NARROW_RANK:
-        return found._replace(columns=columns)
+        return tiles._replace(columns=columns)
     # Products in fp32 use no tensor cores, so a thread holds more of them: with 4 warps an A100 spills registers, in
     # wgrad even with two loads in flight.
-    return Tiles(columns, 2 * found.warps, found.stages - (kernel == "wgrad"))
+    return Tiles(columns, 2 * tiles.warps, tiles.stages - (kernel == "wgrad"))
 
 
 @functools.cache

@@ -358,7 +358,6 @@ class RunningRows:
     """
 
     def __init__(self, model: MultiTaskPeftModel, tokenizer: Any, multiple: int = 1) -> None:
-        """Start without rows."""
         self.rows: list[Row] = []
         self._model, self._tokenizer, self._multiple = model, tokenizer, multiple
         self._learnt: dict[str, tuple[int, int]] = {}
