@@ -35,14 +35,15 @@ Graph = Mapping[str, set[str]]
 """The modules that each module imports."""
 WINGS = {
     "adapters": "modeling.adapters.bottleneck modeling.adapters.catalogue "
-    "modeling.adapters.diff_pruning modeling.adapters.prompts modeling.adapters.sliced "
+    "modeling.adapters.diff_pruning modeling.adapters.prompts modeling.adapters.registration modeling.adapters.sliced "
     "modeling.adapters.special_kinds",
     "losses": "modeling.objectives.classification modeling.objectives.distill modeling.objectives.user_loss "
     "modeling.objectives.policy modeling.objectives.preference data.preferences",
     "generation": "modeling.generation",
     "plans": "scheduler planning trainer.plan_follower trainer.measurements",
     "parallel": "engine.cuda_graphs engine.dispatch engine.divided_adapters engine.fsdp engine.layout "
-    "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor trainer.relocation",
+    "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor "
+    "modeling.backbone.families trainer.relocation",
     "reporting": "reporting.page reporting.report reporting.screen reporting.table reporting.trackers reporting.views "
     "checkpoint.hub checkpoint.upload trainer.control trainer.mailbox trainer.reporter trainer.sweep",
     "doors": "calls serve cli demo from_trl",
