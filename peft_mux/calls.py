@@ -593,9 +593,7 @@ class Calls:
             unfinished = self._unfinished[name]
             if unfinished.call.backward:
                 self._put_back(name, unfinished)
-            self._unfinished[name] = _Unfinished(
-                unfinished.call, unfinished.batch, self._cut(unfinished.batch), unfinished.before
-            )
+            self._unfinished[name] = replace(unfinished, pieces=self._cut(unfinished.batch), loss=0.0, logprobs={})
 
     # ------------------------------------------------------------------ steps
 
@@ -633,13 +631,8 @@ class Calls:
             norms = torch.stack([norm.to(self.model.device, torch.float32) for norm in norms_N])
             verdicts_2N = torch.stack([torch.zeros_like(norms), norms])  # losses are the callers'
             values = joint_update([page for updates in pages for page in updates], verdicts_2N)[1]
-            count_joint_steps(
-                [
-                    optimizer
-                    for optimizer, value in zip(optimizers, values, strict=True)
-                    if optimizer in joined and is_real(value)
-                ]
-            )
+            value_of = dict(zip(optimizers, values, strict=True))
+            count_joint_steps([optimizer for optimizer in joined if is_real(value_of[optimizer])])
         results: dict[str, float | CallFailure] = {}
         for (name, model), norm, value in zip(models.items(), norms_N, values, strict=True):
             results[name] = value

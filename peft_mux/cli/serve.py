@@ -57,14 +57,12 @@ def serve(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.model is None:
         raise ConfigError("serve needs a MODEL: a folder or hub id of a causal language model.")
-    counts = {name: getattr(arguments, name) for name in ("max_models", "piece_tokens", "pass_tokens")}
+    counts = {name: getattr(arguments, name) for name in ("max_models", "piece_tokens", "pass_tokens", "max_wait_s")}
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     if not 0 < arguments.sample_share < 1:
         raise ConfigError(f"--sample-share must be above 0 and below 1, got {arguments.sample_share}.")
-    if not arguments.max_wait_s > 0:
-        raise ConfigError(f"--max-wait-s must be above 0, got {arguments.max_wait_s}.")
     try:
         app = importlib.import_module("peft_mux.serve.app")
     except ModuleNotFoundError as error:
@@ -81,7 +79,6 @@ def serve(arguments: argparse.Namespace) -> int:
         key=arguments.key,
         say=functools.partial(print, flush=True),
         sample_share=arguments.sample_share,
-        max_wait_s=arguments.max_wait_s,
         **counts,
     )
     return 0

@@ -68,8 +68,7 @@ def run_profile(
     if known is None:
         known, name = DEVICES[_STAND_IN], torch.cuda.get_device_name(args.device)
         notes = (f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}",)
-    num_devices = args.pipeline_parallel_size * devices_per_stage
-    execution = execution_of(args, num_devices, args.world_size)
+    execution = execution_of(args, args.pipeline_parallel_size * devices_per_stage, args.world_size)
     return analytic_profile(known, shape, devices_per_stage, execution=execution), (*notes, _facts_note(execution))
 
 
