@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from peft_mux.modeling.adapters.bottleneck import BottleneckConfig
     from peft_mux.modeling.adapters.diff_pruning import DiffPruningConfig
     from peft_mux.modeling.generation.decoding import generate
-    from peft_mux.modeling.generation.options import Completion, GenerateOptions, GenerationRequest, SamplingOptions
+    from peft_mux.modeling.generation.options import GenerateOptions, SamplingOptions
+    from peft_mux.modeling.generation.requests import Completion, GenerationRequest
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.scheduler.plan_views import Plan
     from peft_mux.task import EarlyStopping, MultiTaskTrainerCallback, Task, TaskStatus
@@ -52,7 +53,8 @@ _NAMES = {
     "modeling.adapters.bottleneck": "BottleneckConfig",
     "modeling.adapters.diff_pruning": "DiffPruningConfig",
     "modeling.generation.decoding": "generate",
-    "modeling.generation.options": "Completion GenerateOptions GenerationRequest SamplingOptions",
+    "modeling.generation.options": "GenerateOptions SamplingOptions",
+    "modeling.generation.requests": "Completion GenerationRequest",
     "modeling.model": "MultiTaskPeftModel",
     "scheduler.plan_views": "Plan",
     "task": "EarlyStopping MultiTaskTrainerCallback Task TaskStatus",

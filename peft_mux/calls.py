@@ -49,7 +49,8 @@ from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.decoding import Row, RunningRows, check_backbone, check_model, checked_row
-from peft_mux.modeling.generation.options import Completion, GenerationRequest, SamplingOptions
+from peft_mux.modeling.generation.options import SamplingOptions
+from peft_mux.modeling.generation.requests import Completion, GenerationRequest
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_adapter, reason_of_backbone
 from peft_mux.modeling.objectives.objective import WORDS, TokenOutputs
 

@@ -39,7 +39,8 @@ WINGS = {
     "modeling.adapters.special_kinds",
     "losses": "modeling.objectives.classification modeling.objectives.distill modeling.objectives.user_loss "
     "modeling.objectives.policy modeling.objectives.preference data.preferences",
-    "generation": "modeling.generation",
+    "generation": "modeling.generation.decoding modeling.generation.held_out_prompts modeling.generation.requests "
+    "trainer.completions",
     "plans": "scheduler planning trainer.plan_follower trainer.measurements",
     "parallel": "engine.cuda_graphs engine.dispatch engine.divided_adapters engine.fsdp engine.layout "
     "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor "

@@ -21,7 +21,7 @@ from peft_mux.cli.export import adapters_of
 from peft_mux.data.formats import DataFormat
 from peft_mux.errors import ConfigError, closest, printable
 from peft_mux.modeling.generation.decoding import generate as complete
-from peft_mux.modeling.generation.options import GenerationRequest
+from peft_mux.modeling.generation.requests import GenerationRequest
 from peft_mux.reporting.lines import window_width, wrapped
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.task import Task

@@ -1,9 +1,8 @@
 """`TaskEvaluator`: evaluates tasks on their held-out rows between steps, and follows their early stopping.
 
 Losses come from the same packed forward pass as in training. `compute_metrics` and `preprocess_logits_for_metrics` are
-called as `Trainer` calls them. Completions of held-out prompts (`eval_generate`) of several tasks are generated in
-mixed batches. Replicas share the rows. Exceptions of a task's own functions are kept until all passes are over, because
-other processes may be waiting for these passes, and fail only that task.
+called as `Trainer` calls them. Replicas share the rows. Exceptions of a task's own functions are kept until all passes
+are over, because other processes may be waiting for these passes, and fail only that task.
 
 Shape letters: L tokens of a sequence, V words, C classes.
 """
@@ -14,7 +13,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -26,8 +24,6 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, prefix_trie
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
-from peft_mux.modeling.generation.decoding import generate
-from peft_mux.modeling.generation.options import GenerationRequest, mean_metric
 from peft_mux.modeling.stream import in_mode
 from peft_mux.task import Task, TaskStatus, metric_key
 from peft_mux.trainer.placement import Placement
@@ -37,8 +33,8 @@ from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_us
 Found = TypeVar("Found")
 _logger = logging.getLogger(__name__)
 
-_BATCHES_OF_PASSES = 4
-"""Tokens of a batch of completions, in passes: no activations are kept for a backward pass."""
+Judge = Callable[[Listener], dict[str, float]]
+"""Returns the metrics of a task's completions under keys that begin with `eval_`; every process calls it."""
 
 
 def own_batches(
@@ -61,6 +57,11 @@ def own_batches(
     num_left = (number + 1) % num_replicas
     if batch is not None and 0 < num_left <= replica:
         yield None, batch
+
+
+def of_replicas(run: Run, value: Any) -> list[Any]:
+    """Gather a value from all processes if replicas share the rows; else return this one's."""
+    return run.processes.gather(value) if run.layout.num_replicas > 1 else [value]
 
 
 def merged(found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
@@ -232,12 +233,20 @@ class TaskEvaluator:
         placement: the model of this process.
         max_tokens: returns how many tokens one pass may hold now.
         collator: packs held-out rows into micro-batches.
+        complete: generates completions of held-out prompts, and returns what judges them by task, for tasks with
+            `eval_generate`. Tasks share batches, so it is called once for all tasks that are about to be evaluated.
     """
 
     def __init__(
-        self, run: Run, placement: Placement, max_tokens: Callable[[], int], collator: ChunkPackingCollator
+        self,
+        run: Run,
+        placement: Placement,
+        max_tokens: Callable[[], int],
+        collator: ChunkPackingCollator,
+        complete: Callable[[Sequence[ActiveTask]], Mapping[str, Judge]],
     ) -> None:
         self._run, self._placement, self._max_tokens, self._collator = run, placement, max_tokens, collator
+        self._complete = complete
         # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
         self._evaluated: WeakSet[Any] = WeakSet()
 
@@ -246,8 +255,7 @@ class TaskEvaluator:
         return own_batches(batches, layout.place(self._run.processes.rank).replica, layout.num_replicas)
 
     def _of_replicas(self, value: Any) -> list[Any]:
-        """Gather a value from all processes if replicas share the rows; else return this one's."""
-        return self._run.processes.gather(value) if self._run.layout.num_replicas > 1 else [value]
+        return of_replicas(self._run, value)
 
     # ------------------------------------------------------------------ in training
 
@@ -256,10 +264,10 @@ class TaskEvaluator:
         new = [run for run in self._run.table.running if run.step == 0 and run.hyper.eval_on_start]
         new = [run for run in new if run.eval_data and run.loader not in self._evaluated]
         self._evaluated.update(run.loader for run in new)
-        completions = self.generate(new)
+        judges = self._complete(new)
         for run in new:
             if run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, completions.get(run.name)))
+                self._run.callbacks.call("on_evaluate", self.evaluate(run, judges.get(run.name)))
 
     def evaluate_if_due(self, names: Sequence[str]) -> None:
         """Evaluate the tasks that are due, and stop those whose callbacks ask for it.
@@ -274,11 +282,11 @@ class TaskEvaluator:
         asking = {run.name for run in runs if is_asked or self._run.log.callbacks[run.name].control.should_evaluate}
         due = {run.name for run in runs if run.eval_data and (run.is_evaluation_due or run.name in asking)}
         # All tasks at once, before the first one is evaluated: their completions share batches.
-        completions = self.generate([run for run in runs if run.name in due])
+        judges = self._complete([run for run in runs if run.name in due])
         for run in runs:
             # Checked again, as callbacks of the tasks before may have ended this one.
             if run.name in due and run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, completions.get(run.name)))
+                self._run.callbacks.call("on_evaluate", self.evaluate(run, judges.get(run.name)))
             if run.status is TaskStatus.RUNNING and self._run.log.callbacks[run.name].control.should_training_stop:
                 run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
 
@@ -333,14 +341,14 @@ class TaskEvaluator:
             broken |= {name: error or broken.get(name, "") for name, error in own.items()}
         return broken
 
-    def evaluate(self, run: ActiveTask, completions: Sequence[str] | None) -> dict[str, float]:
+    def evaluate(self, run: ActiveTask, judge: Judge | None) -> dict[str, float]:
         """Evaluate a running task, log the metrics, and stop the task if its early stopping says so.
 
         Exceptions of a task's own functions (`compute_metrics`, metrics of `eval_generate`) fail only that task.
 
         Args:
             run: the task.
-            completions: what its adapter made of its held-out prompts, in their order, if it has `eval_generate`.
+            judge: judges what its adapter made of its held-out prompts, if it has `eval_generate`.
 
         Returns:
             Metrics under `task/metric` keys; empty if the evaluation failed.
@@ -349,7 +357,7 @@ class TaskEvaluator:
         found: list[tuple[dict[str, float], dict[str, float]]] = []
         try:
             for prefix, data in run.eval_data.items():
-                found.append(self._timed(run, data, prefix, completions, log.note_own_code))
+                found.append(self._timed(run, data, prefix, judge, log.note_own_code))
             metrics = {key: value for part, _ in found for key, value in part.items()}
             # As in Trainer, an evaluation before the first step does not count for the best one.
             is_best = run.step > 0 and best.update(metrics, run.step)
@@ -366,12 +374,6 @@ class TaskEvaluator:
         for part, times in found:
             logs |= log.evaluation(run, part, times)
             log.callbacks[run.name].call("on_evaluate", metrics={**part, **times})
-        if completions is not None:
-            options: Any = run.task.generate_options
-            for own, text in islice(zip(run.eval_prompts, completions, strict=True), options.num_logged):
-                log.say(f"{run.name}: ...{own.prompt[-60:]!r} -> {text[:60]!r} (wanted: {own.reference[:60]!r})")
-                row = {"prompt": own.prompt, "completion": text, "reference": own.reference}
-                log.event("completion", task=run.name, step=run.step, **row)
         if run.step > 0 and self._run.is_in_train and run.optimizer is not None:
             run.optimizer.follow(metrics.get(best.metric or "", math.nan))
         if is_best:
@@ -401,14 +403,12 @@ class TaskEvaluator:
 
     # ------------------------------------------------------------------ metrics
 
-    def metrics(
-        self, run: ActiveTask, completions: Sequence[str] | None, rows: Mapping[str, Any] | None = None
-    ) -> dict[str, float]:
+    def metrics(self, run: ActiveTask, judge: Judge | None, rows: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Return a task's metrics and change nothing; exceptions of its own functions are raised unchanged.
 
         Args:
             run: the task.
-            completions: what its adapter made of its held-out prompts, in their order, if it has `eval_generate`.
+            judge: judges what its adapter made of its held-out prompts, if it has `eval_generate`.
             rows: tokenised rows by the prefix of their metrics; by default the held-out rows of the task.
 
         Raises:
@@ -419,7 +419,7 @@ class TaskEvaluator:
         if not rows:
             raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
         parts = rows.items()
-        found = _of_user_code(lambda: [self._timed(run, data, prefix, completions)[0] for prefix, data in parts])
+        found = _of_user_code(lambda: [self._timed(run, data, prefix, judge)[0] for prefix, data in parts])
         return {key: value for part in found for key, value in part.items()}
 
     def predict(self, run: ActiveTask, data: Any, prefix: str) -> PredictionOutput:
@@ -434,15 +434,15 @@ class TaskEvaluator:
         run: ActiveTask,
         data: Any,
         prefix: str,
-        completions: Sequence[str] | None,
+        judge: Judge | None,
         listener: Listener = ignore_timing,
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the metrics of rows, those of completions included, and the times of this, under Trainer's names."""
         started = time.time()
         found, num_batches = self._evaluate_rows(run, data, prefix, listener)
         metrics = cast(dict[str, float], found.metrics)
-        if completions is not None:
-            metrics |= self._answer_metrics(run, completions, listener)
+        if judge is not None:
+            metrics |= judge(listener)
         return metrics, speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
 
     def _evaluate_rows(
@@ -511,52 +511,3 @@ class TaskEvaluator:
         means = [sum(own) / terms for own in zip(*parts, strict=True)]
         statistics = dict(zip(objectives.statistic_names(run.name), means, strict=True))
         return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None), len(losses)
-
-    def generate(self, runs: Sequence[ActiveTask]) -> dict[str, list[str]]:
-        """Return the completions of held-out prompts of each task that has `eval_generate`, by name.
-
-        Tasks share batches, so it is called once for all tasks that are about to be evaluated. With several processes
-        all call this with the same tasks, and all get the same texts.
-        """
-        runs = [run for run in runs if run.eval_prompts]
-        if not runs:
-            return {}
-        requests = []
-        for run in runs:
-            options: Any = run.task.generate_options
-            # With seeds that do not depend on which process they go to.
-            requests += [
-                GenerationRequest(task=run.name, prompt=row.ids, options=options, seed=options.seed + number)
-                for number, row in enumerate(run.eval_prompts)
-            ]
-        layout = self._run.layout
-        numbered = list(enumerate(requests))[layout.place(self._run.processes.rank).replica :: layout.num_replicas]
-        with self._placement.executor.precision():
-            found = generate(
-                self._placement.model,
-                [request for _, request in numbered],
-                processing_class=self._placement.source.tokenizer,
-                max_batch_tokens=_BATCHES_OF_PASSES * self._max_tokens(),
-            )
-        own_texts = {number: one.text for (number, _), one in zip(numbered, found, strict=True)}
-        completions = iter(merged(self._of_replicas(own_texts)).values())
-        return {run.name: [next(completions) for _ in run.eval_prompts] for run in runs}
-
-    def _answer_metrics(self, run: ActiveTask, completions: Sequence[str], listener: Listener) -> dict[str, float]:
-        """Return the metrics of a task's completions under keys that begin with `eval_`; every process calls this."""
-        references = [row.reference for row in run.eval_prompts]
-        metrics: dict[str, float] = {}
-        error: UserCodeError | None = None
-        try:
-            for metric in cast(Any, run.task.generate_options).metrics:
-                if isinstance(metric, str):
-                    metrics[f"eval_{metric}"] = mean_metric(metric, completions, references)
-                    continue
-                with guard_user_code(run.name, "eval_generate", listener):
-                    # Copies, which the function may change.
-                    own = metric([row.prompt for row in run.eval_prompts], list(completions), list(references))
-                    metrics |= {metric_key(key): float(value) for key, value in own.items()}
-        except UserCodeError as raised:
-            error = raised
-        found = metrics, None if error is None else str(error)
-        return agreed_metrics(self._of_replicas(found), error)

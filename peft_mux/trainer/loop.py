@@ -25,7 +25,6 @@ from accelerate.utils.memory import clear_device_cache
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
-from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
 from peft_mux.engine.executor import ChainRunner, first_line, is_out_of_memory
 from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
@@ -49,13 +48,11 @@ class TrainingLoop:
         placement: the model of this process.
         plans: the plan that is followed, the work of each step, and what it took.
         moves: moves the run to other replicas between steps.
-        collator: packs held-out rows into passes.
+        membership: adds and removes tasks between steps, and handles those that end.
+        evaluator: evaluates tasks on their held-out rows.
 
     Attributes:
         opening: prepares everything for the next step.
-        membership: adds and removes tasks between steps, and handles those that end.
-        evaluator: evaluates tasks on their held-out rows.
-        moves: moves the run to other replicas between steps.
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
@@ -65,12 +62,12 @@ class TrainingLoop:
         placement: Placement,
         plans: RunPlans,
         moves: Moves,
-        collator: ChunkPackingCollator,
+        membership: Membership,
+        evaluator: TaskEvaluator,
     ) -> None:
         self._run, self._placement, self._plans, self.moves = run, placement, plans, moves
         self.opening = Opening(run, placement, plans, moves.choose_replicas)
-        self.membership = Membership(run, placement, plans)
-        self.evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator)
+        self.membership, self.evaluator = membership, evaluator
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
         self.num_stream_tokens = 0

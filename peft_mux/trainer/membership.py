@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from peft_mux.checkpoint.saver import describe_tasks
-from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.engine.tasks.setup import make_active_tasks, resolve_tasks
+from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask
+from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
 from peft_mux.storage import check_task_names
 from peft_mux.task import Task, TaskStatus
@@ -277,13 +277,20 @@ class Membership:
         run: the present run.
         placement: the model of this process, which takes adapters in and drops them.
         plans: the plan, which changes with the tasks.
+        make_tasks: reads the rows of checked tasks.
 
     Attributes:
         queue: commands that wait.
     """
 
-    def __init__(self, run: Run, placement: Placement, plans: RunPlans) -> None:
-        self._run, self._placement, self._plans = run, placement, plans
+    def __init__(
+        self,
+        run: Run,
+        placement: Placement,
+        plans: RunPlans,
+        make_tasks: Callable[[Sequence[ResolvedTask]], list[ActiveTask]],
+    ) -> None:
+        self._run, self._placement, self._plans, self._make_tasks = run, placement, plans, make_tasks
         self.queue = CommandQueue()
         self._arriving: set[str] = set()
         self._num_states_at_last_try = 0
@@ -315,8 +322,7 @@ class Membership:
                 self._arriving.difference_update(names)
 
         try:
-            source = self._placement.source
-            runs = make_active_tasks(resolved, self._run.args, source.tokenizer, source.config)
+            runs = self._make_tasks(resolved)
             command = self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
         except BaseException:
             free_names()

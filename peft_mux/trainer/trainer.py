@@ -53,9 +53,10 @@ from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.layout import layout_of, network_warning
 from peft_mux.engine.model_part import ModelPart
 from peft_mux.engine.parallelize import ParallelPart
-from peft_mux.engine.tasks.active_task import TaskTable
+from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask, TaskTable
 from peft_mux.engine.tasks.setup import make_active_tasks, read_held_out, resolve_tasks
 from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_faults
+from peft_mux.modeling.generation.held_out_prompts import eval_prompts
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
@@ -75,7 +76,9 @@ from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan_views import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus, opened_rows
+from peft_mux.trainer.completions import HeldOutCompletions
 from peft_mux.trainer.control import Control
+from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.inputs import (
     check_callbacks,
     check_evaluation,
@@ -87,6 +90,7 @@ from peft_mux.trainer.inputs import (
     trainer_constructor,
 )
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
+from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.placement import Moves, Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
@@ -183,7 +187,11 @@ class MultiTaskTrainer(Trainer):
         check_launch(run_args)
         check_evaluation(run_args, given)
         check_callbacks(callbacks or ())
-        self.table = TaskTable(make_active_tasks(resolved, run_args, source.tokenizer, source.config))
+
+        def make_tasks(tasks: Sequence[ResolvedTask]) -> list[ActiveTask]:
+            return make_active_tasks(tasks, run_args, source.tokenizer, source.config, eval_prompts)
+
+        self.table = TaskTable(make_tasks(resolved))
         described = source.describe([run.resolved for run in self.table])
         with trainer_constructor(run_args, output_folder(run_args)):
             super().__init__(
@@ -211,9 +219,11 @@ class MultiTaskTrainer(Trainer):
         plans = PlanFollower(run, placement, planner)
         self._run, self._placement, self._plans = run, placement, plans
         moves = self._relocation if run_args.redeploy or not run.processes.is_alone else Moves()
-        self._loop = loop = TrainingLoop(run, placement, plans, moves, collator)
-        self._membership, self._evaluator = loop.membership, loop.evaluator
-        self.control_channel, self._reporter = Control(run, loop.membership), Reporter(run, placement, plans)
+        self._complete = HeldOutCompletions(run, placement, plans.max_tokens)
+        self._evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator, self._complete)
+        self._membership = Membership(run, placement, plans, make_tasks)
+        self._loop = TrainingLoop(run, placement, plans, moves, self._membership, self._evaluator)
+        self.control_channel, self._reporter = Control(run, self._membership), Reporter(run, placement, plans)
         # Cards first, which uploads take along.
         run.log.observers += [self._reporter]
         if run_args.report_per_task:
@@ -530,11 +540,11 @@ class MultiTaskTrainer(Trainer):
             self._placement.load(self._plans.plan_stages)
             held_out = [run for run in self.table if run.eval_data]
             runs = held_out if task is None else [self._membership.run_of(task)]
-            completions = self._evaluator.generate(runs) if rows is None else {}
+            judges = self._complete(runs, logs=False) if rows is None else {}
             return {
                 f"{run.name}/{key}": value
                 for run in runs
-                for key, value in self._evaluator.metrics(run, completions.get(run.name), rows).items()
+                for key, value in self._evaluator.metrics(run, judges.get(run.name), rows).items()
             }
 
         return self._membership.queue.ask("evaluate" if task is None else f"evaluate {task}", evaluate)

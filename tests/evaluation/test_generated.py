@@ -9,8 +9,7 @@ import pytest
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 
 from peft_mux import ConfigError, DataError, EarlyStopping, GenerateOptions, MultiTaskPeftModel
-from peft_mux.modeling.generation.options import mean_metric
-from peft_mux.trainer import evaluation as generated
+from peft_mux.trainer import completions as generated
 from tests.data.test_tokenize import words_tokenizer
 from tests.engine.processes.cases import launch, values
 from tests.evaluation import generation_cases as cases
@@ -41,7 +40,7 @@ def test_completions_of_all_tasks_come_from_one_call_and_are_judged_as_plain_pef
             out = plain.generate(input_ids=ids, do_sample=False, max_new_tokens=6, eos_token_id=[1, 2], pad_token_id=0)
             texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
         wanted = {
-            f"eval_{metric}": mean_metric(metric, texts, [row["completion"] for row in cases.rows(name)])
+            f"eval_{metric}": generated.mean_metric(metric, texts, [row["completion"] for row in cases.rows(name)])
             for metric in ("exact_match", "contains", "f1")
         }
         last = cases.evaluations(trainer, name)[-1]

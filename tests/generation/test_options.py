@@ -20,7 +20,9 @@ from peft_mux import (
     UnsupportedModelError,
     generate,
 )
-from peft_mux.modeling.generation.options import ANSWER_METRICS, mean_metric, sampling_options
+from peft_mux.modeling.generation.options import ANSWER_METRICS
+from peft_mux.modeling.generation.requests import sampling_options
+from peft_mux.trainer.completions import mean_metric
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.backbones import CLASSIFIERS
 
@@ -171,6 +173,6 @@ def test_anything_but_a_whole_model_with_weights_is_refused(model: MultiTaskPeft
 def test_answers_are_judged_without_case_space_and_a_full_stop(
     completion: str, reference: str, exact: float, inside: float, overlap: float
 ) -> None:
-    found = [ANSWER_METRICS[name](completion, reference) for name in ("exact_match", "contains", "f1")]
+    found = [mean_metric(name, [completion], [reference]) for name in ANSWER_METRICS]
     assert found == pytest.approx([exact, inside, overlap])
     assert mean_metric("f1", [completion, "x"], [reference, "y"]) == pytest.approx(overlap / 2)

@@ -77,7 +77,7 @@ def test_a_task_whose_schedule_gives_out_in_a_window_keeps_the_step_that_it_has_
         next_works=lambda count: [None] * count, max_tokens=None, record_step=lambda *_, num_steps: None
     )
     relocation = SimpleNamespace(choose_replicas=None)
-    parts: tuple[Any, ...] = (SimpleNamespace(executor=executor), plans, relocation, None)
+    parts: tuple[Any, ...] = (SimpleNamespace(executor=executor), plans, relocation, None, None)
     loop = TrainingLoop(run, *parts)
     gives_out = {"a": UpdateOutcome(1.0, 2.0, 0.1, rate_failure="learning_rate: the learning rate is nan")}
     monkeypatch.setattr(run.table, "update", lambda losses, norms: gives_out if losses else {})

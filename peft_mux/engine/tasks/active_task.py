@@ -28,7 +28,6 @@ from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError, is_real, shown
 from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import HeadKind
-from peft_mux.modeling.generation.held_out_prompts import PromptRow
 from peft_mux.modeling.objectives.objective import LossArgs, Objective
 from peft_mux.modeling.router_loss import own_coefficient
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
@@ -219,7 +218,8 @@ class ActiveTask:
         last_learning_rate: learning rate of the last step.
         num_tokens: tokens that the task was trained on so far.
         best_weights: weights of the best evaluation, on the CPU; empty if none is kept.
-        eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
+        eval_prompts: prompts of held-out rows (`PromptRow`) that each evaluation completes; none without
+            `eval_generate`.
         sharing_remark: why its rows do not share the tokens that they begin with, if the user should know; else "".
         held_out_options: how further held-out rows become tokens.
         own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep requires.
@@ -247,7 +247,7 @@ class ActiveTask:
     last_learning_rate: float = float("nan")
     num_tokens: int = 0
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    eval_prompts: tuple[PromptRow, ...] = ()
+    eval_prompts: tuple[Any, ...] = ()
     held_out_options: Any = None
     sharing_remark: str = ""
     own_eval_steps: frozenset[int] = frozenset()

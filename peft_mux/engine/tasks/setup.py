@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,13 @@ from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.held_out_prompts import PromptRow, read_prompts
+from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.model import reason_of_adapter
 from peft_mux.modeling.objectives.task_objective import find_loss
 from peft_mux.task import Task, resolve
+
+ReadPrompts = Callable[[GenerateOptions, Any, TokenizeOptions, Any], tuple[Any, ...]]
+"""Returns the prompts that evaluations complete, from held-out rows, with the options of their tokens and tokenizer."""
 
 
 def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> list[ResolvedTask]:
@@ -68,7 +71,11 @@ def adapters_of(tasks: Sequence[ResolvedTask]) -> dict[str, Any]:
 
 
 def make_active_tasks(
-    tasks: Sequence[ResolvedTask], args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
+    tasks: Sequence[ResolvedTask],
+    args: MultiTaskTrainingArguments,
+    tokenizer: Any,
+    config: Any,
+    read_prompts: ReadPrompts | None = None,
 ) -> list[ActiveTask]:
     """Return all tasks ready to start, or raise one error with the errors of all of them.
 
@@ -77,6 +84,7 @@ def make_active_tasks(
         args: the arguments of the run.
         tokenizer: the tokenizer for rows that are not tokenised yet; `None` if there are none.
         config: the configuration of the backbone, for its vocabulary size and number of positions.
+        read_prompts: returns the prompts of held-out rows; only tasks with `eval_generate` need it.
 
     Raises:
         DataError: if rows of one or more tasks cannot be trained on.
@@ -85,7 +93,7 @@ def make_active_tasks(
     runs, errors = [], []
     for task in tasks:
         try:
-            runs.append(make_active_task(task, args, tokenizer, config))
+            runs.append(make_active_task(task, args, tokenizer, config, read_prompts))
         except (DataError, ConfigError) as error:
             errors.append(error)
     if len(errors) == 1:
@@ -96,7 +104,11 @@ def make_active_tasks(
 
 
 def make_active_task(
-    resolved: ResolvedTask, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
+    resolved: ResolvedTask,
+    args: MultiTaskTrainingArguments,
+    tokenizer: Any,
+    config: Any,
+    read_prompts: ReadPrompts | None = None,
 ) -> ActiveTask:
     """Return one task ready to start; see `make_active_tasks`."""
     task, hyper = resolved.task, resolved.hyper
@@ -149,8 +161,9 @@ def make_active_task(
         if rows is task.train_dataset or (isinstance(loader, TaskLoader) and data.has_tokens_of(loader.dataset)):
             what = "held-out metrics will not show overfitting. Give rows that are not trained on."
             warnings.warn(f"tasks.{task.name}.{split} has the rows of train_dataset: {what}", stacklevel=2)
-        if not part:
-            eval_prompts = _read_eval_prompts(resolved, held_out, options, tokenizer)
+        if task.generate_options is not None:  # which is refused with several data sets
+            assert read_prompts is not None, "the trainer hands it in"
+            eval_prompts = read_prompts(task.generate_options, held_out, options, tokenizer)
     form, num_labels = resolved.objective.row_form, task.num_labels
     if not (form.needs_label or form.has_token_labels):
         num_labels = form.num_labels
@@ -258,27 +271,6 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
     with _naming(where):
         loader.sample(1)
     return loader
-
-
-def _read_eval_prompts(
-    resolved: ResolvedTask, rows: Any, options: TokenizeOptions, tokenizer: Any
-) -> tuple[PromptRow, ...]:
-    """Return the prompts that evaluations complete; warn about prompts that are too long."""
-    generated = resolved.task.generate_options
-    if generated is None:
-        return ()
-    room = None if options.max_positions is None else options.max_positions - generated.max_new_tokens
-    found, num_too_long = read_prompts(
-        rows, options, own_tokenizer(tokenizer), limit=generated.num_rows, max_tokens=room
-    )
-    if num_too_long:
-        warnings.warn(
-            f"tasks.{resolved.name}.eval_generate: {num_too_long:,} held-out prompts left out, because "
-            f"{generated.max_new_tokens:,} new tokens do not fit after them. Lower max_new_tokens.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return found
 
 
 @contextmanager

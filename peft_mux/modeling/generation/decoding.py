@@ -39,14 +39,8 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.attention.attention_stream import KeyValueRows
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, language_model
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.options import (
-    Completion,
-    GenerationRequest,
-    Prompt,
-    SamplingOptions,
-    TopLogprobs,
-    sampling_options,
-)
+from peft_mux.modeling.generation.options import SamplingOptions
+from peft_mux.modeling.generation.requests import Completion, GenerationRequest, Prompt, TopLogprobs, sampling_options
 from peft_mux.modeling.model import MultiTaskPeftModel, require_whole, require_words
 from peft_mux.modeling.objectives.heads import head_logits
 from peft_mux.modeling.stream import Passes, in_mode, temporary_attributes

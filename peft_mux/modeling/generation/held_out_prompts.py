@@ -6,6 +6,7 @@ just the tokens after which it has learnt to.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from peft_mux.data.formats import DataFormat, detect_format
 from peft_mux.data.row_cells import RowCells
-from peft_mux.data.tokenize import TokenizeOptions, common_prefix
+from peft_mux.data.tokenize import TokenizeOptions, common_prefix, own_tokenizer
 from peft_mux.errors import DataError
+from peft_mux.modeling.generation.options import GenerateOptions
 
 
 class PromptRow(NamedTuple):
@@ -29,6 +31,31 @@ class PromptRow(NamedTuple):
     ids: tuple[int, ...]
     prompt: str
     reference: str
+
+
+def eval_prompts(
+    generated: GenerateOptions, rows: Iterable[Any], options: TokenizeOptions, tokenizer: Any
+) -> tuple[PromptRow, ...]:
+    """Return the prompts that evaluations complete; warn about prompts that are too long.
+
+    Args:
+        generated: what the evaluations of the task generate.
+        rows: its held-out rows.
+        options: how its rows become tokens.
+        tokenizer: a tokenizer of transformers.
+    """
+    room = None if options.max_positions is None else options.max_positions - generated.max_new_tokens
+    prompts, num_too_long = read_prompts(
+        rows, options, own_tokenizer(tokenizer), limit=generated.num_rows, max_tokens=room
+    )
+    if num_too_long:
+        warnings.warn(
+            f"tasks.{options.task}.eval_generate: {num_too_long:,} held-out prompts left out, because "
+            f"{generated.max_new_tokens:,} new tokens do not fit after them. Lower max_new_tokens.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return prompts
 
 
 def read_prompts(

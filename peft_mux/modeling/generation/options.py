@@ -1,4 +1,4 @@
-"""How completions are asked for, drawn, returned and judged: `SamplingOptions`, `GenerateOptions`, `Completion`.
+"""How completions are drawn, and what evaluations generate: `SamplingOptions`, `GenerateOptions`.
 
 Names and meanings are those of `transformers.GenerationConfig`; settings without a meaning here are refused by name.
 Nothing here imports torch.
@@ -6,22 +6,18 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from peft_mux.errors import Fault, closest, is_integer, is_real, is_text, raise_faults, shown
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
-_MOST_TOKENS = 10**6
-_MOST_SEED = 2**63 - 1
+MOST_TOKENS = 10**6
+MOST_SEED = 2**63 - 1
+ANSWER_METRICS: tuple[str, ...] = ("exact_match", "contains", "f1")
+"""Names of the metrics of a completion and its reference, from 0 to 1."""
 _FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """What only draws look at, with the values that change nothing."""
-_HARMLESS = frozenset({"transformers_version", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation"})
-"""Fields of a `GenerationConfig` that every checkpoint has and that change no completion here."""
 
 
 def unknown_faults(given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str]) -> list[Fault]:
@@ -33,20 +29,21 @@ def unknown_faults(given: Mapping[str, Any], known: Collection[str], advice: Map
     ]
 
 
-class _KnownSettings:
+class KnownSettings:
     """Refuses keyword arguments that do not exist with the one that was meant, which Python would not."""
 
     __slots__ = ()
     _advice: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """Check the names of the settings."""
         known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
         raise_faults(unknown_faults(settings, known, cls._advice))
         return object.__new__(cls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions(_KnownSettings):
+class SamplingOptions(KnownSettings):
     """How the completion of a prompt is drawn; each row of a batch may have its own options.
 
     Attributes:
@@ -98,12 +95,12 @@ class SamplingOptions(_KnownSettings):
         eos_ids = eos if isinstance(eos, (list, tuple)) else [0 if eos is None else eos]
         rules = {
             "max_new_tokens": (
-                is_integer(self.max_new_tokens, 1, _MOST_TOKENS),
-                f"an integer from 1 to {_MOST_TOKENS}",
+                is_integer(self.max_new_tokens, 1, MOST_TOKENS),
+                f"an integer from 1 to {MOST_TOKENS}",
             ),
             "do_sample": (isinstance(self.do_sample, bool), "True or False"),
             "temperature": (is_real(self.temperature) and self.temperature > 0, "a finite number above 0"),
-            "top_k": (is_integer(self.top_k, 0, _MOST_TOKENS), "an integer of at least 0"),
+            "top_k": (is_integer(self.top_k, 0, MOST_TOKENS), "an integer of at least 0"),
             "top_p": (is_real(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1"),
             "min_p": (is_real(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
             "repetition_penalty": (is_real(penalty) and penalty > 0, "a finite number above 0"),
@@ -119,7 +116,7 @@ class SamplingOptions(_KnownSettings):
                 _are_tokens(eos_ids),
                 "a token id, a list of them, or None",
             ),
-            "seed": (is_integer(self.seed, 0, _MOST_SEED), "an integer in [0, 2**63)"),
+            "seed": (is_integer(self.seed, 0, MOST_SEED), "an integer in [0, 2**63)"),
         }
         faults = [
             Fault(name, shown(getattr(self, name)), allowed) for name, (fits, allowed) in rules.items() if not fits
@@ -140,74 +137,7 @@ class SamplingOptions(_KnownSettings):
 
 def _are_tokens(ids: Any) -> bool:
     """Whether a value is a list of at least one token id."""
-    return isinstance(ids, (list, tuple)) and bool(ids) and all(is_integer(one, 0, _MOST_TOKENS) for one in ids)
-
-
-def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
-    """Return options from either form that a caller passes, with single fields replaced.
-
-    Args:
-        config: our own options, those of transformers, or nothing for the defaults.
-        settings: fields by name.
-
-    Raises:
-        ConfigError: naming every field that is not known here.
-    """
-    known = [item.name for item in fields(SamplingOptions)]
-    given: dict[str, Any] = {}
-    if isinstance(config, SamplingOptions):
-        pass
-    elif hasattr(config, "to_diff_dict"):
-        # What is off asks for nothing; transformers writes some of it when it makes this from a model's configuration.
-        set_fields: dict[str, Any] = config.to_diff_dict()  # type: ignore[union-attr]
-        set_fields = {name: value for name, value in set_fields.items() if value is not False}
-        given = {name: one for name, one in set_fields.items() if name not in _HARMLESS and not name.startswith("_")}
-    elif config is not None:
-        allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
-        raise_faults([Fault("generation_config", shown(config), allowed)])
-    given |= settings
-    raise_faults(unknown_faults(given, known, SamplingOptions._advice))
-    return replace(config, **given) if isinstance(config, SamplingOptions) else SamplingOptions(**given)
-
-
-# ------------------------------------------------------------------- evaluations
-
-
-def normalised(text: str) -> str:
-    """Return a text normalised for comparison: lower case, single spaces, no full stop at the end.
-
-    Signs and articles stay, as "-5" is not "5", and "A" may be the letter of a choice.
-    """
-    return " ".join(text.casefold().split()).removesuffix(".")
-
-
-def exact_match(completion: str, reference: str) -> float:
-    """Return 1 if a completion is the reference, both normalised; else 0."""
-    return float(normalised(completion) == normalised(reference))
-
-
-def contains(completion: str, reference: str) -> float:
-    """Return 1 if a completion contains the reference, both normalised; else 0."""
-    return float(normalised(reference) in normalised(completion))
-
-
-def f1(completion: str, reference: str) -> float:
-    """Return the harmonic mean of precision and recall of a completion's words, as SQuAD defines it."""
-    got, wanted = normalised(completion).split(), normalised(reference).split()
-    if not got or not wanted:
-        return float(got == wanted)
-    shared = sum((Counter(got) & Counter(wanted)).values())
-    return 2 * shared / (len(got) + len(wanted))
-
-
-ANSWER_METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "contains": contains, "f1": f1}
-"""By name, the metrics of a completion and its reference, from 0 to 1."""
-
-
-def mean_metric(name: str, completions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the mean of a metric of `ANSWER_METRICS` over rows; at least one row."""
-    judge = ANSWER_METRICS[name]
-    return sum(map(judge, completions, references)) / len(references)
+    return isinstance(ids, (list, tuple)) and bool(ids) and all(is_integer(one, 0, MOST_TOKENS) for one in ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,9 +173,9 @@ class GenerateOptions(SamplingOptions):
             for metric in self.metrics:
                 if not callable(metric) and (not isinstance(metric, str) or metric not in ANSWER_METRICS):
                     faults.append(Fault("metrics", shown(metric), allowed, closest(metric, ANSWER_METRICS)))  # type: ignore[arg-type]
-        if self.num_rows is not None and not is_integer(self.num_rows, 1, _MOST_TOKENS):
+        if self.num_rows is not None and not is_integer(self.num_rows, 1, MOST_TOKENS):
             faults.append(Fault("num_rows", shown(self.num_rows), "an integer of at least 1, or None for all rows"))
-        if not is_integer(self.num_logged, 0, _MOST_TOKENS):
+        if not is_integer(self.num_logged, 0, MOST_TOKENS):
             faults.append(Fault("num_logged", shown(self.num_logged), "an integer of at least 0"))
         raise_faults(faults)
 
@@ -260,89 +190,3 @@ class GenerateOptions(SamplingOptions):
         """All fields as plain values, functions by their names."""
         names = [metric if isinstance(metric, str) else getattr(metric, "__name__", "") for metric in self.metrics]
         return {**{item.name: getattr(self, item.name) for item in fields(self)}, "metrics": names}
-
-
-# ------------------------------------------------------- requests and completions
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, token ids, or messages with `role` and `content`, which go through the tokenizer's chat template."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest(_KnownSettings):
-    """A prompt with its own options.
-
-    Attributes:
-        task: name of the task whose adapter completes the prompt.
-        prompt: a text, token ids, or messages.
-        options: how the completion is drawn; `None` for those of the call.
-        seed: fixes the draws; `None` for the seed of the options plus the request's place among those of its task.
-        top_logprobs: how many of the likeliest tokens `Completion.top_logprobs` has for each token of the completion.
-        prompt_logprobs: how many of them `Completion.prompt_top_logprobs` has for each token of the prompt, 0 for the
-            log-probabilities of the prompt's own tokens alone; `None` for neither.
-
-    Raises:
-        ConfigError: naming every field that is of a wrong type.
-    """
-
-    _advice: ClassVar[Mapping[str, str]] = {
-        item.name: f"Write options=SamplingOptions({item.name}=...)." for item in fields(SamplingOptions)
-    }
-
-    task: str
-    prompt: Prompt
-    options: SamplingOptions | None = None
-    seed: int | None = None
-    top_logprobs: int = 0
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields that the prompt's own check leaves out."""
-        faults = []
-        if not isinstance(self.task, str):
-            faults.append(Fault("task", shown(self.task), "the name of a task"))
-        if not isinstance(self.options, SamplingOptions | None):
-            faults.append(Fault("options", shown(self.options), "SamplingOptions(...), or None"))
-        if self.seed is not None and not is_integer(self.seed, 0, _MOST_SEED):
-            faults.append(Fault("seed", shown(self.seed), "an integer in [0, 2**63), or None"))
-        if not is_integer(self.top_logprobs, 0, _MOST_TOKENS):
-            faults.append(Fault("top_logprobs", shown(self.top_logprobs), "an integer of at least 0"))
-        if self.prompt_logprobs is not None and not is_integer(self.prompt_logprobs, 0, _MOST_TOKENS):
-            faults.append(Fault("prompt_logprobs", shown(self.prompt_logprobs), "an integer of at least 0, or None"))
-        raise_faults(faults)
-
-
-TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens at a place with their log-probabilities, the likeliest first."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """What a task's adapter made of a prompt.
-
-    Attributes:
-        task: name of the task.
-        prompt_token_ids: the tokens of the prompt.
-        token_ids: the tokens of the completion, the one that ended it included.
-        text: the completion as text, without special tokens and up to a stop string; `None` without a tokenizer.
-        logprobs: natural log-probability of each token of the completion under the model, before temperature, filters
-            and penalties.
-        finish_reason: "stop" for an end-of-sequence token, a stop string or stop tokens, "length" for `max_new_tokens`,
-            and "non_finite" if the model's next logits were NaN or infinite; such a row ends there, and it alone.
-        seed: what the draws were made from.
-        top_logprobs: for each token of the completion the likeliest ones, as many as were asked for.
-        prompt_logprobs: log-probability of each token of the prompt but the first, which has `None`; empty if they were
-            not asked for.
-        prompt_top_logprobs: for each token of the prompt the likeliest ones, none for the first.
-    """
-
-    task: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str | None
-    logprobs: tuple[float, ...]
-    finish_reason: Literal["stop", "length", "non_finite"]
-    seed: int
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    prompt_logprobs: tuple[float | None, ...] = ()
-    prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
