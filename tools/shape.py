@@ -47,7 +47,7 @@ WINGS = {
     "modeling.backbone.families trainer.relocation",
     "reporting": "reporting.page reporting.report reporting.screen reporting.table reporting.trackers reporting.views "
     "checkpoint.hub checkpoint.upload trainer.control trainer.mailbox trainer.reporter trainer.sweep",
-    "doors": "calls serve cli demo from_trl",
+    "doors": "calls serve cli demo",
 }
 """What the core does without: folders and files of the package by subject. Everything else is the core, except
 `ASSEMBLING` and the names of policies; so are `VALUES`."""

@@ -55,6 +55,7 @@ class Opening:
 
     def __init__(self, run: Run, placement: Placement, plans: RunPlans, choose_replicas: Callable[[], None]) -> None:
         self._run, self._placement, self._plans = run, placement, plans
+        self._has_trained = False
         self._choose_replicas = choose_replicas
 
     def connect(self, resume: str | bool | None) -> str | bool | None:
@@ -71,7 +72,7 @@ class Opening:
         """
         run = self._run
         # The argument of the run is for its beginning, or it would throw away what this trainer has done since.
-        resume = resume or (None if run.has_trained else run.args.resume_from_checkpoint)
+        resume = resume or (None if self._has_trained else run.args.resume_from_checkpoint)
         if not resume and run.is_updating:
             raise CheckpointError(
                 "train must resume with train(resume_from_checkpoint=True) from the last saved state, because step "
@@ -88,7 +89,7 @@ class Opening:
                 "tasks": {active.name: task_settings(active) for active in run.table},
             }
             require_consistent(run.processes, facts)
-        is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
+        is_first = not resume and not self._has_trained and run.args.save_strategy != "no"
         # Whether there is a run at `upload_to`, and none in the run folder: only the process that writes looks.
         has_copy, unread = False, []
         try:
@@ -192,14 +193,14 @@ class Opening:
         run.log.open(MetricsLog(root if saver.is_writer else None))
         if resume:
             self._restore(root if resume is True else Path(resume), backbone)
-        elif not run.has_trained and saver.folder is not None:
+        elif not self._has_trained and saver.folder is not None:
             # Records of a run that was killed before its first save are not part of this one.
             run.log.metrics.truncate_after(-1)
         # Drop the gradients of a step that was cut off: the step is taken again, from its beginning.
         for active in run.table:
             if active.optimizer is not None:
                 active.optimizer.zero_gradients()
-        run.has_trained = True
+        self._has_trained = True
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
         plan = self._plans.replan()
         if saver.is_writer:
@@ -220,7 +221,7 @@ class Opening:
         run, saver = self._run, self._run.saver
         stepped = [active.name for active in run.table if active.step > 0]
         for active in run.table:
-            if run.has_trained:  # forget everything but the weights, before a state is loaded
+            if self._has_trained:  # forget everything but the weights, before a state is loaded
                 active.end(TaskStatus.WAITING)
                 active.step, active.num_tokens, active.best_weights = 0, 0, {}
                 active.best, active.loss_mean = BestMetric(active.task, active.hyper), LossMean()

@@ -33,7 +33,6 @@ class Run:
         is_in_train: whether `train` is between its first and its last step.
         is_updating: whether tasks are being updated. If a step was cut off meanwhile, some tasks have taken it and
             others have not, so that training can only resume from a saved state.
-        has_trained: whether `train` was called before.
     """
 
     args: MultiTaskTrainingArguments
@@ -47,7 +46,6 @@ class Run:
     layout: ParallelLayout
     is_in_train: bool = False
     is_updating: bool = False
-    has_trained: bool = False
 
     @property
     def root(self) -> Path:
