@@ -406,11 +406,10 @@ class Calls:
                     yield fault
                 else:
                     columns = {name: np.shape(column)[1:] for name, column in example.columns.items()}
-                    example_shapes = targets.shape[1:], columns
-                    shapes = example_shapes if shapes is None else shapes
-                    if example_shapes != shapes:
-                        shape, columns = example_shapes
-                        got = f"targets of {list(shape)} with columns {shown(columns)}, first {shown(shapes)}"
+                    shapes = (targets.shape[1:], columns) if shapes is None else shapes
+                    if (targets.shape[1:], columns) != shapes:
+                        shape = list(targets.shape[1:])
+                        got = f"targets of {shape} with columns {shown(columns)}, first {shown(shapes)}"
                         yield Fault(at, got, "of the same shapes and columns as the first example")
 
     def _cut(self, batch: TaskBatch) -> list[list[int]]:
@@ -432,8 +431,8 @@ class Calls:
         chosen: list[str] = []
         num_tokens = 0
         for name in names:
-            unfinished = self._unfinished[name]
-            size = sum(len(unfinished.batch.sequences[row]) for row in unfinished.pieces[0])
+            ongoing = self._unfinished[name]
+            size = sum(len(ongoing.batch.sequences[row]) for row in ongoing.pieces[0])
             is_apart = not self._alone.isdisjoint((name, *chosen))
             if not chosen or (num_tokens + size <= self.pass_tokens and not is_apart):
                 chosen.append(name)
@@ -484,10 +483,10 @@ class Calls:
         results: dict[str, CallResult | CallFailure] = {}
         losses: dict[str, torch.Tensor] = {}
         gradients: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for unfinished, outputs in zip(running, by_model, strict=True):
-            name = unfinished.call.model
+        for ongoing, outputs in zip(running, by_model, strict=True):
+            name = ongoing.call.model
             try:
-                losses[name], gradients[name] = _loss_and_gradients(unfinished.call.loss, outputs, backward=backward)
+                losses[name], gradients[name] = _loss_and_gradients(ongoing.call.loss, outputs, backward=backward)
             except Exception as error:  # the caller's own code
                 if is_out_of_memory(error):
                     raise
@@ -504,29 +503,27 @@ class Calls:
         pairs = [pair for name in losses if name not in results for pair in gradients[name]]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        for index, (unfinished, outputs) in enumerate(zip(running, by_model, strict=True)):
-            name = unfinished.call.model
+        for index, (ongoing, outputs) in enumerate(zip(running, by_model, strict=True)):
+            name = ongoing.call.model
             if name in results:
                 continue
-            unfinished.loss += float(figures[name][0])
+            ongoing.loss += float(figures[name][0])
             values = _logprobs(outputs).detach().cpu().numpy()
             ends = np.cumsum(outputs.sequence_counts)[:-1]
-            unfinished.logprobs.update(
-                zip(_rows(on_host, index, unfinished.batch), np.split(values, ends), strict=True)
-            )
-            unfinished.pieces.pop(0)
-            if unfinished.pieces:
+            ongoing.logprobs.update(zip(_rows(on_host, index, ongoing.batch), np.split(values, ends), strict=True))
+            ongoing.pieces.pop(0)
+            if ongoing.pieces:
                 continue
             if backward and not all(bool(gradient.isfinite().all()) for gradient in self._models[name].gradients):
                 results[name] = CallFailure("the gradient of the weights is not finite", is_callers=True)
             else:
-                logprobs = tuple(unfinished.logprobs[row] for row in range(len(unfinished.call.examples)))
-                results[name] = CallResult(unfinished.loss, logprobs)
+                logprobs = tuple(ongoing.logprobs[row] for row in range(len(ongoing.call.examples)))
+                results[name] = CallResult(ongoing.loss, logprobs)
         return results
 
     def _laid_out(self, running: Sequence[_Unfinished]) -> MuxBatch:
         """Return the next pieces of some calls as one stream; on a CPU with rows of padding behind them."""
-        batches, rows = [unfinished.batch for unfinished in running], [unfinished.pieces[0] for unfinished in running]
+        batches, rows = [ongoing.batch for ongoing in running], [ongoing.pieces[0] for ongoing in running]
         while True:
             num_tokens = sum(batch.num_tokens for batch in batches)
             (stream,) = self._collator.micro_batches(batches, max_tokens=num_tokens, only=rows)
@@ -558,12 +555,12 @@ class Calls:
                 outputs += model.objectives.head.outputs(part_UD, batch_of_model, model)
         return outputs
 
-    def _put_back(self, name: str, unfinished: _Unfinished) -> None:
+    def _put_back(self, name: str, ongoing: _Unfinished) -> None:
         """Give a model the gradients that it had before a call."""
-        if unfinished.before is None:
+        if ongoing.before is None:
             self._models[name].optimizer.zero_gradients()
         else:
-            torch._foreach_copy_(self._models[name].gradients, unfinished.before)
+            torch._foreach_copy_(self._models[name].gradients, ongoing.before)
 
     def _in_less_memory(
         self, names: Sequence[str], num_tokens: int, reason: str
@@ -591,10 +588,10 @@ class Calls:
     def _begin_again(self, names: Sequence[str]) -> None:
         """Let unfinished calls begin again, with the gradients that their models had before."""
         for name in names:
-            unfinished = self._unfinished[name]
-            if unfinished.call.backward:
-                self._put_back(name, unfinished)
-            self._unfinished[name] = replace(unfinished, pieces=self._cut(unfinished.batch), loss=0.0, logprobs={})
+            ongoing = self._unfinished[name]
+            if ongoing.call.backward:
+                self._put_back(name, ongoing)
+            self._unfinished[name] = replace(ongoing, pieces=self._cut(ongoing.batch), loss=0.0, logprobs={})
 
     # ------------------------------------------------------------------ steps
 
@@ -655,13 +652,10 @@ class Calls:
         Raises:
             ConfigError: if the model is not open, or has an unfinished call.
         """
-        model, parameters = self._model(name, "its state"), self.model.task_parameters(name)
-        gradients = {
-            key: parameter.grad.detach().clone() for key, parameter in parameters.items() if parameter.grad is not None
-        }
-        return replace(
-            split_state(parameters, model.optimizer), copies={GRADIENTS: gradients} if model.has_gradients else {}
-        )
+        model, weights = self._model(name, "its state"), self.model.task_parameters(name)
+        gradients = {key: weight.grad.detach().clone() for key, weight in weights.items() if weight.grad is not None}
+        copies = {GRADIENTS: gradients} if model.has_gradients else {}
+        return replace(split_state(weights, model.optimizer), copies=copies)
 
     def restore(self, name: str, state: TaskState, *, only_weights: bool = False) -> None:
         """Give a model a state, perhaps of another model of the same configuration.
@@ -867,9 +861,5 @@ def _loss_and_gradients(
     if not (backward and value.requires_grad):
         return value.detach(), []
     gradients = torch.autograd.grad(value, list(read.values()), allow_unused=True)
-    of_outputs = [
-        (getattr(outputs, name), gradient)
-        for name, gradient in zip(read, gradients, strict=True)
-        if gradient is not None
-    ]
-    return value.detach(), of_outputs
+    pairs = zip(read, gradients, strict=True)
+    return value.detach(), [(getattr(outputs, name), gradient) for name, gradient in pairs if gradient is not None]

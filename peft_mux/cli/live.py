@@ -50,10 +50,8 @@ def show_status(arguments: argparse.Namespace) -> int:
     lines = [f"{task.name}: {task.reason}" for task in view.tasks if task.reason]
     does = f"is loading the {loading} of the run" if loading else "trains"
     lines.append(f"{f'{keeper} {does}' if keeper else 'no process trains'} in {root}")
-    lines += [
-        f"not carried out yet: {request.get('command')} {request.get('task') or request.get('file')}"
-        for _, request in requests
-    ]
+    for _, request in requests:
+        lines.append(f"not carried out yet: {request.get('command')} {request.get('task') or request.get('file')}")
     if view.tasks:
         print(table_text(view if keeper else interrupted(view), window_width()))
     print(wrapped("\n".join(map(printable, lines)), window_width()))

@@ -828,10 +828,7 @@ def _routes(service: Service) -> APIRouter:
 
     def run_of(row: Any, key: Key) -> dict[str, Any]:
         config, saved = json.loads(row["config"]), checkpoints_of("model = ?", row["id"])
-        newest = {
-            kind: next((checkpoint for checkpoint in saved if checkpoint["checkpoint_type"] == kind), None)
-            for kind in KINDS.values()
-        }
+        newest = {checkpoint["checkpoint_type"]: checkpoint for checkpoint in reversed(saved)}
         return {
             "training_run_id": row["id"],
             "base_model": config["base_model"],
@@ -839,8 +836,8 @@ def _routes(service: Service) -> APIRouter:
             "is_lora": True,
             "lora_rank": config["rank"],
             "last_request_time": _iso(row["used"]),
-            "last_checkpoint": newest["training"],
-            "last_sampler_checkpoint": newest["sampler"],
+            "last_checkpoint": newest.get("training"),
+            "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": json.loads(row["metadata"] or "null"),
         }
 

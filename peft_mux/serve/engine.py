@@ -17,7 +17,7 @@ import time
 import traceback
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -461,7 +461,7 @@ class Engine:
 
     # ------------------------------------------------------------------ models
 
-    def _by_fairness(self, models: Sequence[Model]) -> list[Model]:
+    def _by_fairness(self, models: Iterable[Model]) -> list[Model]:
         """Return models of tenants with fewer tokens of late first."""
         now = time.monotonic()
         decay, self._usage_at = 0.5 ** ((now - self._usage_at) / _HALF_LIFE_S), now
@@ -472,9 +472,7 @@ class Engine:
         """Do everything whose turn it is except passes; return whether anything was done."""
         did_something = False
         steps: dict[str, tuple[Model, Request, AdamSettings]] = {}
-        for model in self._by_fairness(
-            [candidate for candidate in self.models.by_id.values() if candidate.queue or candidate.is_wanted]
-        ):
+        for model in self._by_fairness(model for model in self.models.by_id.values() if model.queue or model.is_wanted):
             while not model.running and model.name not in steps:
                 if not model.is_open and not model.has_tail:
                     if model.opened and model.next_seq not in model.queue and not model.is_wanted:
@@ -734,9 +732,8 @@ class Engine:
             if not is_shortage and isinstance(error, RuntimeError) and self._calls.model.device.type != "cpu":
                 raise
             # All begin again, with the same seeds, in batches of half the tokens: at last the cause is by itself.
-            requests = {
-                request.id: request for request in (*self._joining, *(running for running, _ in self._rows.values()))
-            }
+            sampled = (request for request, _ in self._rows.values())
+            requests = {request.id: request for request in (*self._joining, *sampled)}
             if not requests:
                 raise
             self._sampling.cancel(self._sampling.numbers)
