@@ -303,13 +303,17 @@ class Planner:
         return None if self._profile is None else corrected(self._profile[0], self.correction.factors)
 
     def prices(self, stage: int, width: int = 1) -> PassPrices | None:
-        """Return what the uncorrected profile predicts for passes of the last own plan; `None` before the first one.
+        """Return what the uncorrected profile predicts for passes of the last own plan; `None` if it is not needed.
+
+        There is no plan yet, or the parts of a profile from data sheets, which are too rough to report, decide nothing.
 
         Args:
             stage: stage of the pipeline that this process holds.
             width: the most passes that took turns.
         """
         if self._last_inputs is None:
+            return None
+        if self._last_inputs.given.profile.source != "measured" and self.args.measured_times != "plan":
             return None
         given, _, _, loads, cost, *_ = self._last_inputs
         layers = cost.layers_per_stage

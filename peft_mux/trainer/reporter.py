@@ -320,12 +320,9 @@ class Reporter(Observer):
         rows += [row for row in self._removed if row.name not in run.table]
         # Shares are of all tasks that were trained, those that have left since included.
         rows = [row._replace(time_share=log.times.share(row.name)) for row in rows]
-        profile = self._plans.planner.profile
-        # The parts of an analytic profile are too rough to report, unless plans are made with the corrected times.
-        shows_parts = (profile is not None and profile.source == "measured") or run.args.measured_times == "plan"
         paused = [] if run.is_in_train else [row.name for row in rows if row.status == "paused"]
         notes = [
-            str(self._plans.planner.correction) if shows_parts else "",
+            str(self._plans.planner.correction),
             in_turn,
             f"paused {', '.join(paused)}: the run has ended, with steps left" if paused else "",
             *next_lines(run.root, rows, self._page, self.best_task, self.resume_command),

@@ -39,7 +39,7 @@ def tasks_of_many_lengths() -> list[Task]:
     ]
 
 
-def stored_profile(folder: Path, pass_s: float) -> str:
+def stored_profile(folder: Path, pass_s: float, source: str = "analytic") -> str:
     """Store a profile in which large passes are dear, so that tasks part where a pass costs little by itself."""
     folder.mkdir()
     trainer = make_trainer(tasks_of_many_lengths(), folder / "any")
@@ -49,7 +49,7 @@ def stored_profile(folder: Path, pass_s: float) -> str:
     counts = [2.0**power for power in range(3, 11)]
     dear = Curve.measured(counts, [_SQUARE_S * count**2 for count in counts])
     path = folder / "profile.json"
-    path.write_text(replace(profile, layer=dear, pass_overhead_s=pass_s).to_json(), encoding="utf-8")
+    path.write_text(replace(profile, layer=dear, pass_overhead_s=pass_s, source=source).to_json(), encoding="utf-8")
     assert Profile.from_json(path.read_text(encoding="utf-8")).pass_overhead_s == pass_s
     return str(path)
 
@@ -104,14 +104,17 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
         assert_same(run, train([task], tmp_path / f"alone-{task.name}"), task.name, 1e-5)
 
 
-def test_by_default_times_are_reported_and_the_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["measured", "analytic"])
+def test_by_default_times_are_reported_with_a_measured_profile_and_the_plan_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     pretend_machine(monkeypatch)
-    wrong = stored_profile(tmp_path / "wrong", 1e-4)
+    wrong = stored_profile(tmp_path / "wrong", 1e-4, source)
     folder = tmp_path / "run"
     tasks = [replace(task, max_steps=10) for task in tasks_of_many_lengths()]
     run = train(tasks, folder, cost_profile=wrong, replan_steps=1, logging_steps=1)
     assert run.trainer._plans.planner.correction.factors == AS_PROFILED
-    assert run_records(folder, "times")[0]["measured"] > 9
+    assert [times["measured"] > 9 for times in run_records(folder, "times")] == [True] * (source == "measured")
     assert not run_records(folder, "replanned")
 
 
