@@ -106,31 +106,31 @@ class LoraGroup:
         tasks = list(zip(*layers, strict=True))
         # First column of S of each layer's adapter of a task, and where they end.
         columns = [
-            list(itertools.accumulate((0 if one is None else one.columns for one in adapters), initial=0))
+            list(itertools.accumulate((0 if adapter is None else adapter.columns for adapter in adapters), initial=0))
             for adapters in tasks
         ]
         # Rows of S are aligned for any dtype, so that one compiled variant works for every set of tasks.
         self.num_columns = -(-max((ends[-1] for ends in columns), default=0) // _ROW) * _ROW
-        is_joint = [_work_as_one([one for one in adapters if one is not None]) for adapters in tasks]
+        is_joint = [_work_as_one([adapter for adapter in adapters if adapter is not None]) for adapters in tasks]
         self.joint = _joint_tables(tasks, is_joint)
         self.apart: list[FactorTables | None] = []
         for index, (adapters, name) in enumerate(zip(layers, module_names, strict=True)):
             starts = [task_columns[index] for task_columns in columns]
-            apart = [None if joins else one for one, joins in zip(adapters, is_joint, strict=True)]
+            apart = [None if joins else adapter for adapter, joins in zip(adapters, is_joint, strict=True)]
             self.apart.append(
                 _tables(
-                    [0 if one is None else one.rank for one in apart],
+                    [0 if adapter is None else adapter.rank for adapter in apart],
                     [1.0] * len(apart),
-                    [None if one is None else one.a_RD for one in apart],
-                    [None if one is None else one.da_RD for one in apart],
+                    [None if adapter is None else adapter.a_RD for adapter in apart],
+                    [None if adapter is None else adapter.da_RD for adapter in apart],
                     columns=starts,
-                    dropouts=[0.0 if one is None else one.dropout for one in apart],
+                    dropouts=[0.0 if adapter is None else adapter.dropout for adapter in apart],
                     module_seed=philox.hash_seed(name),
                 )
             )
         self.parts_of_a = [part for part in (self.joint, *self.apart) if part is not None]
         self.parts_of_b: list[tuple[list[int], FactorTables]] = []
-        adapted = [number for number, adapters in enumerate(layers) if any(one is not None for one in adapters)]
+        adapted = [number for number, adapters in enumerate(layers) if any(adapter is not None for adapter in adapters)]
         for first in range(0, len(adapted), MAX_LAYERS):
             numbers = adapted[first : first + MAX_LAYERS]
             members = [
@@ -197,32 +197,32 @@ def _joint_tables(tasks: Sequence[Sequence[Adapter | None]], is_joint: Sequence[
     values: list[torch.Tensor | None] = []
     gradients: list[torch.Tensor | None] = []
     for adapters, joins in zip(tasks, is_joint, strict=True):
-        present = [one for one in adapters if one is not None] if joins else []
+        present = [adapter for adapter in adapters if adapter is not None] if joins else []
         # A single factor keeps its own rank, so that narrow ranks stay narrow; several are padded to groups of eight.
-        rank = present[0].rank if len(present) == 1 else sum(one.columns for one in present)
+        rank = present[0].rank if len(present) == 1 else sum(adapter.columns for adapter in present)
         ranks.append(rank)
-        for found, first in (
+        for matrices, first in (
             (values, present[0].a_RD if present else None),
             (gradients, present[0].da_RD if present else None),
         ):
-            found.append(None if first is None else first.as_strided((rank, first.shape[1]), (first.shape[1], 1)))
+            matrices.append(None if first is None else first.as_strided((rank, first.shape[1]), (first.shape[1], 1)))
     # Scales of 1, because layers may have different scales, which are applied with B.
     return _tables(ranks, [1.0] * len(ranks), values, gradients)
 
 
 def _work_as_one(adapters: Sequence[Adapter]) -> bool:
     """Whether the factors A of one task in all layers can be used as one matrix: no dropout, adjacent in memory."""
-    if any(philox.drop_threshold(one.dropout) for one in adapters):
+    if any(philox.drop_threshold(adapter.dropout) for adapter in adapters):
         return False
-    if sum(one.columns for one in adapters) > MAX_JOINT_RANK:
+    if sum(adapter.columns for adapter in adapters) > MAX_JOINT_RANK:
         return False
-    for one, other in itertools.pairwise(adapters):
-        for former, latter in ((one.a_RD, other.a_RD), (one.da_RD, other.da_RD)):
+    for adapter, following in itertools.pairwise(adapters):
+        for former, latter in ((adapter.a_RD, following.a_RD), (adapter.da_RD, following.da_RD)):
             if former is None and latter is None:
                 continue
             if former is None or latter is None:
                 return False
-            end = former.data_ptr() + one.columns * former.shape[1] * former.element_size()
+            end = former.data_ptr() + adapter.columns * former.shape[1] * former.element_size()
             # Two storages may be adjacent by chance, and a view must not span both.
             is_same_memory = former.untyped_storage().data_ptr() == latter.untyped_storage().data_ptr()
             if not is_same_memory or latter.data_ptr() != end:
