@@ -305,7 +305,8 @@ class Planner:
     def prices(self, stage: int, width: int = 1) -> PassPrices | None:
         """Return what the uncorrected profile predicts for passes of the last own plan; `None` if it is not needed.
 
-        There is no plan yet, or the parts of a profile from data sheets, which are too rough to report, decide nothing.
+        It is not before the first plan, nor with a profile from data sheets, whose parts are too rough to report,
+        unless plans are made with the measured times.
 
         Args:
             stage: stage of the pipeline that this process holds.
