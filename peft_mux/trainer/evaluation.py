@@ -64,13 +64,13 @@ def of_replicas(run: Run, value: Any) -> list[Any]:
     return run.processes.gather(value) if run.layout.num_replicas > 1 else [value]
 
 
-def merged(found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
+def merged(results: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
     """Return the results of all processes by number of the batch, in the order of the rows, for the same bits in sums.
 
     Processes of one replica found the same; by number, each batch counts once.
     """
-    results = {number: value for one in found for number, value in one.items()}
-    return {number: results[number] for number in sorted(results)}
+    by_number = {number: value for result in results for number, value in result.items()}
+    return {number: by_number[number] for number in sorted(by_number)}
 
 
 def held_out_batches(
@@ -141,12 +141,13 @@ class _OwnMetrics:
         preprocess, predictions = self.task.preprocess_logits_for_metrics, []
         try:
             with guard_user_code(self.task.name, "compute_metrics", self._add_seconds):
-                for own, own_labels in zip(logits, labels, strict=True):
+                for prediction, row_labels in zip(logits, labels, strict=True):
                     if preprocess is not None:
                         # As a batch of one row, which is what Trainer passes to these functions.
-                        own = preprocess(own[None], torch.as_tensor(own_labels)[None])[0]
+                        prediction = preprocess(prediction[None], torch.as_tensor(row_labels)[None])[0]
                     # In fp32, as numpy has no bfloat16.
-                    predictions.append((own.float() if own.is_floating_point() else own).cpu().numpy())
+                    prediction = prediction.float() if prediction.is_floating_point() else prediction
+                    predictions.append(prediction.cpu().numpy())
         except UserCodeError as error:
             # Kept, not raised: the passes that are left need every process.
             self.error = error
@@ -177,8 +178,8 @@ class _OwnMetrics:
                 self.labels = self._stack([row for _, rows in self._rows.values() for row in rows])
                 if compute_metrics is None:
                     return {}
-                found = compute_metrics(EvalPrediction(predictions=self.predictions, label_ids=self.labels))
-                return {metric_key(key, self.prefix): float(value) for key, value in found.items()}
+                values = compute_metrics(EvalPrediction(predictions=self.predictions, label_ids=self.labels))
+                return {metric_key(key, self.prefix): float(value) for key, value in values.items()}
         except UserCodeError as error:
             self.error = error
             return None
@@ -193,24 +194,25 @@ class _OwnMetrics:
             return np.asarray(rows)
         length = max(len(row) for row in rows)
         widths = [[(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1) for row in rows]
-        return np.stack([np.pad(row, own, constant_values=IGNORE_INDEX) for row, own in zip(rows, widths, strict=True)])
+        pairs = zip(rows, widths, strict=True)
+        return np.stack([np.pad(row, width, constant_values=IGNORE_INDEX) for row, width in pairs])
 
 
-def agreed_metrics(found: Sequence[tuple[Found | None, str | None]], error: UserCodeError | None) -> Found:
+def agreed_metrics(results: Sequence[tuple[Found | None, str | None]], error: UserCodeError | None) -> Found:
     """Return what the first process found that has found something.
 
     Args:
-        found: what each process found, such as metrics, and why a function of the task's own failed there.
+        results: what each process found, such as metrics, and why a function of the task's own failed there.
         error: that error, if it was raised on this process.
 
     Raises:
         MetricsError: on every process, if a function has failed on one. Its cause is what the function raised if the
             process is alone; several processes all raise the same.
     """
-    failure = next((text for _, text in found if text is not None), None)
+    failure = next((text for _, text in results if text is not None), None)
     if failure is not None:
-        raise MetricsError(failure) from (error.__cause__ if error is not None and len(found) == 1 else error)
-    return next(metrics for metrics, _ in found if metrics is not None)
+        raise MetricsError(failure) from (error.__cause__ if error is not None and len(results) == 1 else error)
+    return next(metrics for metrics, _ in results if metrics is not None)
 
 
 def _of_user_code(evaluate: Callable[[], Found]) -> Found:
@@ -306,7 +308,7 @@ class TaskEvaluator:
         of_all_tokens = {
             name
             for name, adapter in adapters.items()
-            if any(one.is_linear_only(adapter) for one in model.stream.makers.values())
+            if any(maker.is_linear_only(adapter) for maker in model.stream.makers.values())
         }
         # A stage knows only its own layers.
         of_all_tokens = set.intersection(*self._run.processes.gather(of_all_tokens))
@@ -333,12 +335,12 @@ class TaskEvaluator:
             only: indices of the rows that are read, for each batch; by default all.
         """
         micro_batches = self._collator.micro_batches(batches, max_tokens=self._max_tokens(), only=only)
-        found = dict.fromkeys(self._placement.executor.non_finite_tasks(micro_batches), "")
+        broken_here = dict.fromkeys(self._placement.executor.non_finite_tasks(micro_batches), "")
         # Each process knows only of errors in its own rows.
-        found |= self._placement.model.objectives.take_failures()
+        broken_here |= self._placement.model.objectives.take_failures()
         broken: dict[str, str] = {}
-        for own in self._run.processes.gather(found):
-            broken |= {name: error or broken.get(name, "") for name, error in own.items()}
+        for errors in self._run.processes.gather(broken_here):
+            broken |= {name: error or broken.get(name, "") for name, error in errors.items()}
         return broken
 
     def evaluate(self, run: ActiveTask, judge: Judge | None) -> dict[str, float]:
@@ -354,11 +356,11 @@ class TaskEvaluator:
             Metrics under `task/metric` keys; empty if the evaluation failed.
         """
         log, best = self._run.log, run.best
-        found: list[tuple[dict[str, float], dict[str, float]]] = []
+        parts: list[tuple[dict[str, float], dict[str, float]]] = []
         try:
             for prefix, data in run.eval_data.items():
-                found.append(self._timed(run, data, prefix, judge, log.note_own_code))
-            metrics = {key: value for part, _ in found for key, value in part.items()}
+                parts.append(self._timed(run, data, prefix, judge, log.note_own_code))
+            metrics = {key: value for part, _ in parts for key, value in part.items()}
             # As in Trainer, an evaluation before the first step does not count for the best one.
             is_best = run.step > 0 and best.update(metrics, run.step)
         except Exception as error:
@@ -371,7 +373,7 @@ class TaskEvaluator:
             run.quarantine(f"evaluation failed: {reason}")
             return {}
         logs: dict[str, float] = {}
-        for part, times in found:
+        for part, times in parts:
             logs |= log.evaluation(run, part, times)
             log.callbacks[run.name].call("on_evaluate", metrics={**part, **times})
         if run.step > 0 and self._run.is_in_train and run.optimizer is not None:
@@ -418,16 +420,15 @@ class TaskEvaluator:
         rows = run.eval_data if rows is None else rows
         if not rows:
             raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
-        parts = rows.items()
-        found = _of_user_code(lambda: [self._timed(run, data, prefix, judge)[0] for prefix, data in parts])
-        return {key: value for part in found for key, value in part.items()}
+        results = _of_user_code(lambda: [self._timed(run, data, prefix, judge)[0] for prefix, data in rows.items()])
+        return {key: value for part in results for key, value in part.items()}
 
     def predict(self, run: ActiveTask, data: Any, prefix: str) -> PredictionOutput:
         """Return predictions and labels of tokenised rows, with their metrics and times; as `metrics` otherwise."""
         started = time.time()
-        found, num_batches = _of_user_code(lambda: self._evaluate_rows(run, data, prefix, collects=True))
+        prediction, num_batches = _of_user_code(lambda: self._evaluate_rows(run, data, prefix, collects=True))
         times = speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
-        return found._replace(metrics={**cast(Any, found.metrics), **times})
+        return prediction._replace(metrics={**cast(Any, prediction.metrics), **times})
 
     def _timed(
         self,
@@ -439,8 +440,8 @@ class TaskEvaluator:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the metrics of rows, those of completions included, and the times of this, under Trainer's names."""
         started = time.time()
-        found, num_batches = self._evaluate_rows(run, data, prefix, listener)
-        metrics = cast(dict[str, float], found.metrics)
+        prediction, num_batches = self._evaluate_rows(run, data, prefix, listener)
+        metrics = cast(dict[str, float], prediction.metrics)
         if judge is not None:
             metrics |= judge(listener)
         return metrics, speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
@@ -456,11 +457,11 @@ class TaskEvaluator:
         """
         model, executor = self._placement.model, self._placement.executor
         is_paired = data[0].is_one_term and data[0].starts
-        own = _OwnMetrics(run.task, prefix, self._run.args.per_device_eval_batch_size if is_paired else 0)
+        kept = _OwnMetrics(run.task, prefix, self._run.args.per_device_eval_batch_size if is_paired else 0)
         with in_mode(model, training=False), torch.no_grad(), executor.precision():
             metrics, failure, num_batches = self._loss_metrics(run, data)
             metrics = {f"{prefix}{key.removeprefix('eval')}": value for key, value in metrics.items()}
-            found: PredictionOutput | None = PredictionOutput(cast(Any, None), None, metrics)
+            prediction: PredictionOutput | None = PredictionOutput(cast(Any, None), None, metrics)
             if run.task.compute_metrics is not None or collects:
                 has_logits = False
                 for number, batch in self._own_batches(held_out_batches(run, data, self._max_tokens())):
@@ -470,17 +471,17 @@ class TaskEvaluator:
                     logits = executor.sequence_logits(micro_batch)
                     has_logits = logits is not None
                     if logits is not None and number is not None:
-                        own.add(number, logits, list(model.objectives.of(run.name).head.labels(batch, micro_batch)))
-                computed = own.result(self._of_replicas, computes=has_logits)
+                        kept.add(number, logits, list(model.objectives.of(run.name).head.labels(batch, micro_batch)))
+                computed = kept.result(self._of_replicas, computes=has_logits)
                 # As in Trainer, `compute_metrics` cannot set the loss.
                 loss = {f"{prefix}_loss": metrics[f"{prefix}_loss"]}
-                found = None if computed is None else found._replace(metrics={**metrics, **computed, **loss})
-                if found is not None and collects:
-                    found = found._replace(predictions=cast(Any, own.predictions), label_ids=own.labels)
+                prediction = None if computed is None else prediction._replace(metrics={**metrics, **computed, **loss})
+                if prediction is not None and collects:
+                    prediction = prediction._replace(predictions=cast(Any, kept.predictions), label_ids=kept.labels)
         # After the passes: all processes have come through them, so none waits for the one that failed.
-        error = own.error if failure is None else UserCodeError(failure)
-        gathered = executor.sync.gather((found, None if error is None else str(error), own.seconds))
-        agreed = agreed_metrics([(one, text) for one, text, _ in gathered], error)
+        error = kept.error if failure is None else UserCodeError(failure)
+        gathered = executor.sync.gather((prediction, None if error is None else str(error), kept.seconds))
+        agreed = agreed_metrics([(result, text) for result, text, _ in gathered], error)
         if run.task.compute_metrics is not None:
             listener(run.name, "compute_metrics", max(seconds for _, _, seconds in gathered))
         return agreed, num_batches
@@ -496,18 +497,18 @@ class TaskEvaluator:
         limit = 8 * max_tokens if self._run.layout.num_replicas == 1 else max_tokens
         for number, batch in self._own_batches(held_out_batches(run, dataset, limit, totals, is_as_trained=True)):
             micro_batches = self._collator.micro_batches([batch], max_tokens=max_tokens)
-            found = self._placement.executor.forward_sums(micro_batches)
+            result = self._placement.executor.forward_sums(micro_batches)
             self._run.processes.wait_for_device()
-            loss = found.losses[run.name].item()
+            loss = result.losses[run.name].item()
             if number is not None:
                 # Sums, not means, are exchanged: batches have unequal numbers of terms. If losses divide by totals,
                 # those are of all rows, and batches give parts of the mean already.
                 count = batch.num_targets if totals is None else 1
-                statistics = found.statistics.get(run.name, torch.zeros(0)) * count
+                statistics = result.statistics.get(run.name, torch.zeros(0)) * count
                 sums[number] = loss * count, count, statistics.tolist()
         failures = self._of_replicas(objectives.take_failures().get(run.name))
         losses, counts, parts = zip(*merged(self._of_replicas(sums)).values(), strict=True)
         terms = sum(counts) if totals is None else 1
-        means = [sum(own) / terms for own in zip(*parts, strict=True)]
+        means = [sum(values) / terms for values in zip(*parts, strict=True)]
         statistics = dict(zip(objectives.statistic_names(run.name), means, strict=True))
         return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None), len(losses)

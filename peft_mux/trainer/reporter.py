@@ -110,9 +110,8 @@ class Reporter(Observer):
             return
         try:
             num_tasks = len(list(run.table)) + len(self._removed)
-            write_task_files(
-                folder, task, num_tasks, run.callbacks.handler.processing_class, run.callbacks.handler.model
-            )
+            handler = run.callbacks.handler
+            write_task_files(folder, task, num_tasks, handler.processing_class, handler.model)
         except Exception as error:  # the adapter is safe, so this must not end the run
             run.log.warn(f"{folder}: its card could not be written ({describe_error(error)})")
 
@@ -141,7 +140,7 @@ class Reporter(Observer):
         weights = [*run.callbacks.handler.model.parameters(), *run.callbacks.handler.model.buffers()]
         held = peak if run.args.device.type == "cuda" else sum(task.nbytes for task in weights) + added_bytes
         record = RankRecord(processes.rank, num_tokens, seconds, waited_s, peak, ", ".join(part), held)
-        self.records = tuple(RankRecord(*one) for one in processes.gather(record))
+        self.records = tuple(RankRecord(*record) for record in processes.gather(record))
         # The signal need not have reached every process.
         self.interrupted_by = max(processes.gather(self.interrupted_by))
         if self.interrupted_by:
@@ -166,7 +165,7 @@ class Reporter(Observer):
             run.log.event("times", measured=correction.num_passes, **correction.agreed._asdict())
 
         # One process of each replica counts the tokens of all.
-        total_tokens = sum(one.tokens for one in self.records if one.rank in leaders)
+        total_tokens = sum(record.tokens for record in self.records if record.rank in leaders)
         metrics: dict[str, float] = {
             "train_runtime": seconds,
             "train_tokens_per_second": total_tokens / max(seconds, 1e-9),
@@ -179,7 +178,7 @@ class Reporter(Observer):
         if num_failed := sum(task.status is TaskStatus.FAILED for task in run.table):
             metrics["failed_tasks"] = num_failed
         sums = {task.name: task.train_loss for task in run.table}
-        means = {name: one.total / one.count if one.count else float("nan") for name, one in sums.items()}
+        means = {name: loss.total / loss.count if loss.count else float("nan") for name, loss in sums.items()}
         metrics |= {f"{name}/train_loss": mean for name, mean in means.items()}
         run.log.event("run", **metrics)
 
@@ -188,8 +187,8 @@ class Reporter(Observer):
         if clock is not None and clock.num_steps:
             run.log.event("dispatch", hidden_share=clock.hidden_share, **asdict(clock))
             run.log.say(str(clock))
-        found = processes.gather(self._measured.pass_report)
-        self.pass_reports = tuple(replace(found[leader], replica=number) for number, leader in enumerate(leaders))
+        reports = processes.gather(self._measured.pass_report)
+        self.pass_reports = tuple(replace(reports[leader], replica=number) for number, leader in enumerate(leaders))
         for report in self.pass_reports:
             if report.num_steps:
                 facts = asdict(report)
@@ -207,8 +206,8 @@ class Reporter(Observer):
             run.log.say(f"prefix sharing: {', '.join(parts)}")
         run.log.end_rows(run.table)
         run.log.record_own_code()
-        for one in self.records if len(self.records) > 1 else ():
-            run.log.event("rank", **one._asdict())
+        for record in self.records if len(self.records) > 1 else ():
+            run.log.event("rank", **record._asdict())
         run.callbacks.log({name if "/" in name else f"run/{name}": value for name, value in metrics.items()})
         run.callbacks.call("on_train_end")
         for task in run.table:
@@ -226,7 +225,8 @@ class Reporter(Observer):
         run, followed = self._run, self._run.log.times.followed
         passes = () if followed is None else followed[1].passes
         own_passes = tuple(
-            (tuple(dict.fromkeys(part.task for rows in one.passes for part in rows)), one.seconds) for one in passes
+            (tuple(dict.fromkeys(part.task for rows in timed.passes for part in rows)), timed.seconds)
+            for timed in passes
         )
         gathered = run.processes.gather(own_passes)
         steps = tuple(MeasuredStep(rank, run.layout.place(rank).stage, task) for rank, task in enumerate(gathered))
