@@ -170,18 +170,6 @@ class TaskRegistry:
                 task.parameters, device, layout=task.kind.slot, kind_of=task.page_kind, layer_norms=task.layer_norms
             )
 
-    def forget(self, name: str) -> str:
-        """Forget a task; return the internal id of its adapter.
-
-        Raises:
-            ConfigError: if there is no such task.
-        """
-        adapter = self.adapter_of(name)
-        del self.adapters[name], self._tasks[name], self._by_adapter[adapter]
-        self.references.pop(name, None)
-        self.forget_pieces(name)
-        return adapter
-
     def lay_out(self, device: torch.device) -> None:
         """Lay out again the parameters that were moved or cast; those of other tasks stay where they are."""
         for name, task in self._tasks.items():
@@ -398,7 +386,10 @@ class TaskRegistry:
         for name in names:
             self.adapter_of(name)
         for name in dict.fromkeys(names):
-            adapter = self.forget(name)
+            adapter = self.adapters.pop(name)
+            del self._tasks[name], self._by_adapter[adapter]
+            self.references.pop(name, None)
+            self.forget_pieces(name)
             model.objectives.forget(name)
             model.noise.assign(adapter, 0.0)
             model.router_loss.assign(adapter, 0.0)

@@ -35,6 +35,7 @@ def test_views_of_prompts_leave_the_model_as_it_was() -> None:
     model.select_adapter(model.adapter_of("prefix"))
     assert torch.equal(model(input_ids=IDS).logits, wanted), "a plain forward is that of the active adapter"
     with model.disable_adapter():
+        model.select_adapter(model.adapter_of("lora"))
         with model.disable_adapter():
             pass
         assert torch.equal(model(input_ids=IDS).logits, tiny_llama().eval()(input_ids=IDS).logits)
