@@ -16,6 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tools.shape import num_code_lines, read_package, wing_of
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/pictures"
 COMMAND = "python -m tools.pictures"
@@ -27,6 +29,7 @@ LIGHT = {
     "soft": "#59636e",
     "line": "#8c959f",
     "grey": "#e6eaef",
+    "pale": "#f8f9fa",
     "a": "#b6d4fe",
     "b": "#ffd8a8",
     "c": "#b2e6c3",
@@ -38,11 +41,13 @@ DARK = {
     "soft": "#9da7b3",
     "line": "#6e7681",
     "grey": "#30363d",
+    "pale": "#1b2027",
     "a": "#1f4f8f",
     "b": "#8a5a13",
     "c": "#1f6b3a",
     "bad": "#8e2a2a",
 }
+FILLS = ("grey", "pale", "a", "b", "c", "bad")
 
 
 class Drawing:
@@ -79,9 +84,7 @@ class Drawing:
         """Return the text of the file."""
 
         def rules(colours: dict[str, str]) -> str:
-            fills = "".join(
-                f".{name}{{fill:{colours[name]};stroke:{colours['line']}}}" for name in ("grey", "a", "b", "c", "bad")
-            )
+            fills = "".join(f".{name}{{fill:{colours[name]};stroke:{colours['line']}}}" for name in FILLS)
             return (
                 f".paper{{fill:{colours['paper']}}}{fills}.t-ink,.t-strong{{fill:{colours['ink']}}}"
                 f".t-soft{{fill:{colours['soft']}}}.edge{{stroke:{colours['line']}}}.head{{fill:{colours['line']}}}"
@@ -293,7 +296,7 @@ def rooms() -> Drawing:
     """The folders of the package, from what users write to what runs, and the way of one row."""
     picture = Drawing(880, 560, "The folders of peft_mux and the way of one row")
     levels = [
-        [("cli", "peft-mux"), ("demo", "six small tasks")],
+        [("cli", "peft-mux"), ("serve", "over HTTP"), ("demo", "six tasks"), ("calls", "by calls")],
         [("trainer", "MultiTaskTrainer: the loop of a run")],
         [
             ("checkpoint", "run folder, resume"),
@@ -311,15 +314,21 @@ def rooms() -> Drawing:
         ],
         [("user_code", "guard for a task's code"), ("errors", "messages")],
     ]
+    # Folders below the package hold no code of their own: an empty `__init__` is of the core and says nothing.
+    modules = [name for name, module in read_package(ROOT).items() if num_code_lines(module)]
     for number, level in enumerate(levels):
         y = 20 + 58 * number
         width = (520 - 10 * (len(level) - 1)) / len(level)
         for place, (name, text) in enumerate(level):
             x = 30 + place * (width + 10)
-            picture.box(x, y, width, 48, "grey")
+            are_core = {wing_of(module) == "" for module in modules if f"{module}.".startswith(f"peft_mux.{name}.")}
+            picture.box(x, y, width, 48, "grey" if True in are_core else "pale")
+            if are_core == {True, False}:
+                picture.box(x + width * 0.86, y, width * 0.14, 48, "pale")
             picture.text(x + width / 2, y + 20, name, anchor="middle", style="strong")
             picture.text(x + width / 2, y + 38, text, size=11 if width > 140 else 10, anchor="middle", style="soft")
     picture.text(30, 506, "A folder imports only from folders below it and to its right.", style="soft")
+    picture.text(30, 528, "Grey: the core. Light: wings, which no module of the core imports.", style="soft")
     steps = [
         ("a", "1 row of a file", "data/sources.py"),
         ("a", "2 token ids and labels", "data/tokenize.py"),
