@@ -110,7 +110,8 @@ def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int, *,
     # Half as many columns of 4 bytes need the same shared memory; the reduction keeps its blocks in registers.
     columns = tiles.columns if kernel == "reduce" else tiles.columns // 2
     if block_ranks <= NARROW_RANK:
-        return tiles._replace(columns=columns)
+        # A narrow expand has one block of ranks, so it loads nothing ahead; with two stages an A100 spills registers.
+        return tiles._replace(columns=columns, stages=1 if kernel == "expand" else tiles.stages)
     # Products in fp32 use no tensor cores, so a thread holds more of them: with 4 warps an A100 spills registers, in
     # wgrad even with two loads in flight.
     return Tiles(columns, 2 * tiles.warps, tiles.stages - (kernel == "wgrad"))
