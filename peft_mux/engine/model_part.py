@@ -26,7 +26,7 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.backbone.digests import weight_digests
 from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
-from peft_mux.modeling.backbone.recompute import recompute_inputs
+from peft_mux.modeling.backbone.recompute import keep_inputs, recompute_inputs
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
@@ -124,6 +124,7 @@ class ModelPart:
             # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in
             # every precision, so the model's own is enough there.
             is_autocast = args.bf16 and args.device.type == "cuda"
+            keep_inputs(model.backbone)
             with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
                 self._fuse_layers(model)
                 model.verify_once()

@@ -440,7 +440,7 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
 
     Args:
         num_steps: steps of each task.
-        alone_s: predicted seconds of a step of each task by itself; 0 if unknown.
+        alone_s: predicted seconds of a step of each task in a run of its own; 0 if unknown.
         step_s: predicted seconds of a step of all tasks.
     """
     if len(alone_s) < 2 or not all(alone_s) or not any(num_steps) or not step_s:

@@ -306,7 +306,7 @@ class AdapterKind:
     def call(
         self, model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, generate: bool = False
     ) -> Any:
-        """Return what plain PEFT returns for one adapter, selected before; `generate` calls that of PEFT's methods."""
+        """Return the output of plain PEFT for the selected adapter: of `generate` if asked for, else of `forward`."""
         has_own_head = head_kind_for(model.peft_config[adapter].task_type) != head_kind_of(model.backbone)
         plain = classifier_around(model.backbone) if has_own_head else model.base_model
         return plain.generate(*args, **kwargs) if generate else plain(*args, **kwargs)

@@ -47,9 +47,18 @@ def recompute_inputs(backbone: Any) -> list[nn.Module]:
     return changed
 
 
+def keep_inputs(backbone: Any) -> None:
+    """Undo `recompute_inputs`, which an earlier run on the same backbone may have called."""
+    for module in backbone.modules():
+        if getattr(vars(module).get("forward"), "func", None) in (_normed, _gated):
+            del module.forward
+
+
 @contextmanager
 def recomputing(backbone: Any, *, wanted: bool) -> Iterator[None]:
     """Mark inputs as `recompute_inputs` does in the `with` block, if that is wanted."""
+    if not wanted:
+        keep_inputs(backbone)
     changed = recompute_inputs(backbone) if wanted else []
     try:
         yield

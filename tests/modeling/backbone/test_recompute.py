@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peft_mux.modeling.backbone.recompute import recomputing
-from tests.invariants.mux_lab import make_trainer, small_task
+from tests.invariants.mux_lab import make_trainer, small_task, tiny_llama
 from tests.modeling import backbones
 from tests.modeling.test_architectures import LENGTHS, packed, rows
 
@@ -59,14 +59,19 @@ def test_recomputed_inputs_change_no_gradient_and_are_not_kept(architecture: str
         assert most_bytes - num_bytes == 4 * num_tokens * width
 
 
-def test_a_run_with_recomputed_inputs_has_the_same_bits(tmp_path: Path) -> None:
+def test_runs_on_one_backbone_recompute_inputs_only_if_they_are_asked_to_and_have_the_same_bits(tmp_path: Path) -> None:
+    backbones_of_runs = [tiny_llama()]
+
     def trained(name: str, **arguments: bool) -> dict[str, torch.Tensor]:
         tasks = [small_task("a", data_seed=1, max_steps=2, target_modules="all-linear")]
-        trainer = make_trainer(tasks, tmp_path / name, **arguments)
+        trainer = make_trainer(tasks, tmp_path / name, model=backbones_of_runs[-1], **arguments)
         trainer.train()
-        changed = [own for own in trainer.model.backbone.modules() if isinstance(vars(own).get("forward"), partial)]
+        changed = [part for part in trainer.model.backbone.modules() if isinstance(vars(part).get("forward"), partial)]
         assert bool(changed) is bool(arguments)
-        return {key: weight.detach() for key, weight in trainer.model.task_parameters("a").items()}
+        weights = {key: weight.detach().clone() for key, weight in trainer.model.task_parameters("a").items()}
+        backbones_of_runs.append(trainer.model.unload())
+        return weights
 
-    expected, found = trained("kept"), trained("recomputed", selective_recompute=True)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    kept, recomputed, kept_again = trained("a"), trained("b", selective_recompute=True), trained("c")
+    assert all(map(torch.equal, kept.values(), recomputed.values()))
+    assert all(map(torch.equal, kept.values(), kept_again.values()))

@@ -1,4 +1,4 @@
-"""What is wrong with the configuration of a prompt, by itself and on a backbone."""
+"""Checks of prompt configurations, alone and against a backbone."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class PromptKind(AdapterKind):
                 module.gradient_checkpointing = True
         if isinstance(config, CPTConfig):
             # CPT's encoder allocates new parameters whenever it projects them. A bound method, because a copy of the
-            # model has to have that of its own encoder.
+            # model needs the method of its own encoder.
             encoder: Any = encoders_of(model)[adapter]
             encoder.forward = MethodType(_projected, encoder)
 
