@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import peft_mux.errors
 
 if TYPE_CHECKING:
+    from peft_mux.adapters.bottleneck import BottleneckConfig
+    from peft_mux.adapters.diff_pruning import DiffPruningConfig
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.calls import AdamSettings, Call, CallFailure, CallResult, Calls, Example, Frozen, Sampling
     from peft_mux.data.batch import MuxBatch
@@ -27,15 +29,13 @@ if TYPE_CHECKING:
         TaskFailedError,
         UnsupportedModelError,
     )
-    from peft_mux.modeling.adapters.bottleneck import BottleneckConfig
-    from peft_mux.modeling.adapters.diff_pruning import DiffPruningConfig
-    from peft_mux.modeling.generation.decoding import generate
-    from peft_mux.modeling.generation.options import GenerateOptions, SamplingOptions
-    from peft_mux.modeling.generation.requests import Completion, GenerationRequest
+    from peft_mux.generation.decoding import generate
+    from peft_mux.generation.requests import Completion, GenerationRequest
     from peft_mux.modeling.model import MultiTaskPeftModel
+    from peft_mux.modeling.sampling import GenerateOptions, SamplingOptions
     from peft_mux.scheduler.plan_views import Plan
+    from peft_mux.sweeps import SweepResult, sweep
     from peft_mux.task import EarlyStopping, MultiTaskTrainerCallback, Task, TaskStatus
-    from peft_mux.trainer.sweep import SweepResult, sweep
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
 __version__ = peft_mux.errors.installed_version("peft-mux") or "0.0.0"  # a checkout that is not installed
@@ -50,15 +50,15 @@ _NAMES = {
         "CheckpointError ConfigError DataError MemoryBudgetError PeftMuxError PlanError ProcessError "
         "TaskFailedError UnsupportedModelError"
     ),
-    "modeling.adapters.bottleneck": "BottleneckConfig",
-    "modeling.adapters.diff_pruning": "DiffPruningConfig",
-    "modeling.generation.decoding": "generate",
-    "modeling.generation.options": "GenerateOptions SamplingOptions",
-    "modeling.generation.requests": "Completion GenerationRequest",
+    "adapters.bottleneck": "BottleneckConfig",
+    "adapters.diff_pruning": "DiffPruningConfig",
+    "generation.decoding": "generate",
+    "modeling.sampling": "GenerateOptions SamplingOptions",
+    "generation.requests": "Completion GenerationRequest",
     "modeling.model": "MultiTaskPeftModel",
     "scheduler.plan_views": "Plan",
     "task": "EarlyStopping MultiTaskTrainerCallback Task TaskStatus",
-    "trainer.sweep": "SweepResult sweep",
+    "sweeps": "SweepResult sweep",
     "trainer.trainer": "MultiTaskTrainer",
 }
 """The public names of each module."""

@@ -45,14 +45,14 @@ from peft_mux.errors import (
     raise_faults,
     shown,
 )
+from peft_mux.generation.decoding import Row, RunningRows, check_backbone, check_model, checked_row
+from peft_mux.generation.requests import Completion, GenerationRequest
 from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.decoding import Row, RunningRows, check_backbone, check_model, checked_row
-from peft_mux.modeling.generation.options import SamplingOptions
-from peft_mux.modeling.generation.requests import Completion, GenerationRequest
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_adapter, reason_of_backbone
 from peft_mux.modeling.objectives.objective import WORDS, TokenOutputs
+from peft_mux.modeling.sampling import SamplingOptions
 
 CallLoss = Callable[[TokenOutputs], torch.Tensor]
 """Returns the loss of some rows of a call, a sum over their targets: `logprobs_M`, or `word_logprobs_MK` of `[T, K]`

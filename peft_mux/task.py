@@ -54,8 +54,8 @@ from peft_mux.errors import (
 )
 from peft_mux.from_trl import settings_of, settings_of_trainer
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES, ENCODER_NAME, read_config
-from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.objectives.task_objective import FoundLoss, find_loss
+from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.storage import name_fault
 
 

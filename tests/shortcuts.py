@@ -6,9 +6,9 @@ import base64
 
 import pytest
 
-from peft_mux.checkpoint import hub, saver
+from peft_mux.checkpoint import saver
 from peft_mux.planning import planner
-from peft_mux.reporting import page
+from peft_mux.reporting import hub, page
 
 _EMPTY = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from peft_mux.modeling.backbone.families import FAILING, FAMILIES, OWN_PLANS
+from peft_mux.parallel.families import FAILING, FAMILIES, OWN_PLANS
 
 _HEAD = """\
 # Models
@@ -27,7 +27,7 @@ The {count} model types, by `model_type` of their configuration (divided by tran
 {kinds}.
 
 Each is compared with one process under pp, tp, FSDP2 and FSDP2 x pp, as a tiny random model: losses within 1e-5,
-adapters within 1e-4 (`pytest -m '' tests/engine/test_layouts.py`). pp x tp is tested with llama, qwen3,
+adapters within 1e-4 (`pytest -m '' tests/parallel/test_layouts.py`). pp x tp is tested with llama, qwen3,
 granite, gpt_neox, opt and qwen3_moe.
 
 ## Limits

@@ -294,18 +294,29 @@ def isolation() -> Drawing:
 
 def rooms() -> Drawing:
     """The folders of the package, from what users write to what runs, and the way of one row."""
-    picture = Drawing(880, 560, "The folders of peft_mux and the way of one row")
+    picture = Drawing(880, 610, "The folders of peft_mux and the way of one row")
     levels = [
-        [("cli", "peft-mux"), ("serve", "over HTTP"), ("demo", "six tasks"), ("calls", "by calls")],
-        [("trainer", "MultiTaskTrainer: the loop of a run")],
         [
-            ("checkpoint", "run folder, resume"),
-            ("reporting", "tables, logs, report"),
-            ("planning", "facts for the scheduler"),
+            ("cli", "peft-mux"),
+            ("serve", "over HTTP"),
+            ("demo", "six tasks"),
+            ("sweeps", "many settings"),
+            ("calls", "by calls"),
         ],
-        [("engine", "passes, processes, tasks, optimizers")],
+        [
+            ("reporting", "tables, report, uploads"),
+            ("planning", "facts for the scheduler"),
+            ("generation", "completions"),
+        ],
+        [("trainer", "MultiTaskTrainer: the loop of a run")],
+        [("checkpoint", "run folder, resume"), ("log", "numbers of every step")],
+        [("parallel", "stages, shards, replicas"), ("engine", "passes, gradients, optimizers")],
         [("task", "Task"), ("from_trl", "TRL's settings"), ("arguments", "settings of a run")],
-        [("modeling", "backbone, adapters, losses")],
+        [
+            ("adapters", "types beside LoRA"),
+            ("losses", "preferences and others"),
+            ("modeling", "backbone, LoRA, attention"),
+        ],
         [
             ("storage", "safe files"),
             ("scheduler", "plans; no torch"),
@@ -327,8 +338,14 @@ def rooms() -> Drawing:
                 picture.box(x + width * 0.86, y, width * 0.14, 48, "pale")
             picture.text(x + width / 2, y + 20, name, anchor="middle", style="strong")
             picture.text(x + width / 2, y + 38, text, size=11 if width > 140 else 10, anchor="middle", style="soft")
-    picture.text(30, 506, "A folder imports only from folders below it and to its right.", style="soft")
-    picture.text(30, 528, "Grey: the core. Light: wings, which no module of the core imports.", style="soft")
+    picture.text(
+        30,
+        560,
+        "A folder imports only from folders below it and to its right; trainer/trainer.py and the two "
+        "registries in modeling/ put all together.",
+        style="soft",
+    )
+    picture.text(30, 584, "Grey: the core. Light: wings, which no module of the core imports.", style="soft")
     steps = [
         ("a", "1 row of a file", "data/sources.py"),
         ("a", "2 token ids and labels", "data/tokenize.py"),

@@ -34,23 +34,16 @@ Documented = ast.Module | ast.ClassDef | Function
 Graph = Mapping[str, set[str]]
 """The modules that each module imports."""
 WINGS = {
-    "adapters": "modeling.adapters.bottleneck modeling.adapters.catalogue "
-    "modeling.adapters.diff_pruning modeling.adapters.prompts modeling.adapters.registration modeling.adapters.sliced "
-    "modeling.adapters.special_kinds",
-    "losses": "modeling.objectives.classification modeling.objectives.distill modeling.objectives.user_loss "
-    "modeling.objectives.policy modeling.objectives.preference data.preferences",
-    "generation": "modeling.generation.decoding modeling.generation.held_out_prompts modeling.generation.requests "
-    "trainer.completions",
-    "plans": "scheduler planning trainer.plan_follower trainer.measurements",
-    "parallel": "engine.cuda_graphs engine.dispatch engine.divided_adapters engine.fsdp engine.layout "
-    "engine.parallelize engine.pipeline engine.tasks.sharding engine.tensor "
-    "modeling.backbone.families trainer.relocation",
-    "reporting": "reporting.page reporting.report reporting.screen reporting.table reporting.trackers reporting.views "
-    "checkpoint.hub checkpoint.upload trainer.control trainer.mailbox trainer.reporter trainer.sweep",
-    "doors": "calls serve cli demo",
+    "adapters": "adapters",
+    "losses": "losses",
+    "generation": "generation",
+    "plans": "scheduler planning",
+    "parallel": "parallel",
+    "reporting": "reporting",
+    "doors": "calls sweeps serve cli demo",
 }
 """What the core does without: folders and files of the package by subject. Everything else is the core, except
-`ASSEMBLING` and the names of policies; so are `VALUES`."""
+`ASSEMBLING`; so are `VALUES`."""
 VALUES = "scheduler.parallel_layout scheduler.plan scheduler.units".split()
 """Values in the folders of wings that the core uses too: data alone (and its text), they count as the core."""
 ASSEMBLING = "__init__ __main__ trainer.trainer modeling.adapters modeling.objectives scheduler.names".split()

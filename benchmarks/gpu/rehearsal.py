@@ -43,9 +43,9 @@ def stand_ins(settings: Settings, *, with_attention: bool = False) -> Iterator[N
         yield
         return
     from benchmarks.gpu.checks.attention import stand_in_varlen
-    from peft_mux.engine import cuda_graphs as inputs
     from peft_mux.modeling.adapters.lora import lora_pass
     from peft_mux.modeling.attention import packed, varlen
+    from peft_mux.parallel import cuda_graphs as inputs
 
     kernel = varlen.as_kernel("torch", stand_in_varlen)
     with contextlib.ExitStack() as stack:

@@ -204,11 +204,11 @@ def _floor_attention(
 def train_mux(settings: Settings, backbone: Any, workload: Any, pass_tokens: int, cuda_graphs: bool = False) -> Trained:
     """The package's model, executor and update of all tasks."""
     from peft_mux.data.collator import ChunkPackingCollator
-    from peft_mux.engine.cuda_graphs import CapturedPasses
     from peft_mux.engine.executor import Executor
     from peft_mux.engine.work import StepWork
     from peft_mux.modeling.adapters.injection import detach
     from peft_mux.modeling.model import MultiTaskPeftModel
+    from peft_mux.parallel.cuda_graphs import CapturedPasses
 
     configs = {task.name: task.lora_config() for task in workload.tasks}
     seeds = {task.name: task.seed for task in workload.tasks}

@@ -36,7 +36,7 @@ import torch
 from benchmarks.harness import Table
 from benchmarks.processes.sleeping_worker import Load, Settings, train, trainer_of
 from benchmarks.stored import host_kind, read_result, write_result
-from peft_mux.engine.layout import parse_layout
+from peft_mux.parallel.layout import parse_layout
 from peft_mux.planning.replica_facts import run_facts, time_model_of
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Parts, analytic_profile, corrected

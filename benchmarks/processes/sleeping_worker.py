@@ -30,17 +30,17 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import peft_mux.engine.executor as executor_module
-import peft_mux.engine.pipeline.executor as pipeline_module
+import peft_mux.parallel.pipeline.executor as pipeline_module
 from benchmarks.training.mux import quiet_arguments
 from peft_mux import MultiTaskTrainer, Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.pipeline.links import Channel
-from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.parallel import TensorLinks
 from peft_mux.engine.work import rows_of
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.parallel.pipeline.links import Channel
+from peft_mux.parallel.pipeline.stage import StageModel
+from peft_mux.parallel.tensor.parallel import TensorLinks
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel, all_reduce_s, whole_pass
 from peft_mux.scheduler.costs.profile import Profile

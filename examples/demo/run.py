@@ -25,7 +25,7 @@ from peft_mux.demo.baseline import train_one_by_one
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer, pretrain
 from peft_mux.demo.task_rows import DemoTask, demo_tasks, exact_match, last_token_ids
 from peft_mux.errors import ConfigError
-from peft_mux.reporting.lines import window_width, wrapped
+from peft_mux.log.lines import window_width, wrapped
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 

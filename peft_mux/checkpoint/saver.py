@@ -27,9 +27,9 @@ from peft_mux.checkpoint.task_state import TaskState, take_snapshot
 from peft_mux.engine.allocator import device_words
 from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable, run_interval
 from peft_mux.errors import CheckpointError, installed_version
+from peft_mux.log.run_log import RunLog
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.modeling.attention.varlen import varlen_kernel
-from peft_mux.reporting.run_log import RunLog
 from peft_mux.task import TaskStatus
 
 ENVIRONMENT_NAME = "environment.json"

@@ -22,15 +22,15 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
 from peft_mux.cli.config_file import RECORD_NAME, RunConfig, located, parse_value, read_cluster, read_config
 from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
+from peft_mux.log.lines import window_width, wrapped
 from peft_mux.planning.replica_facts import LayerProfile
-from peft_mux.reporting.lines import window_width, wrapped
 from peft_mux.scheduler.costs.profile import profile_text
 from peft_mux.scheduler.deployment.deployment_report import save_deployment
 from peft_mux.scheduler.plan_views import Plan, memory_bar, memory_bars
 from peft_mux.storage import FolderLock, write_file
+from peft_mux.sweeps import add_referee, end_sweeps, sweep_tasks
 from peft_mux.task import Task
 from peft_mux.trainer.run import output_folder
-from peft_mux.trainer.sweep import add_referee, end_sweeps, sweep_tasks
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 _PAUSED = 3

@@ -44,7 +44,7 @@ from peft_mux.arguments import (
 )
 from peft_mux.data.sources import SOURCES, rows_of
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
-from peft_mux.modeling.generation.options import GenerateOptions
+from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, parse_devices
 from peft_mux.scheduler.plan import Link
 from peft_mux.storage import read_regular

@@ -24,8 +24,8 @@ from peft_mux.arguments import RENAMED, SETTABLE_FIELDS, by_name, reason_against
 from peft_mux.cli.config_file import located, read_mapping
 from peft_mux.data.sources import ROLES
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, is_text, raise_faults, shown
+from peft_mux.log.lines import window_width, wrapped
 from peft_mux.modeling.objectives.objective import OBJECTIVES
-from peft_mux.reporting.lines import window_width, wrapped
 from peft_mux.storage import write_file
 
 _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from peft_mux.cli.live import view_of_folder
 from peft_mux.errors import ConfigError, printable
-from peft_mux.reporting.lines import window_width, wrapped
+from peft_mux.log.lines import window_width, wrapped
 from peft_mux.reporting.views import interrupted
 from peft_mux.storage import keeper_of
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux.errors import ConfigError, printable
-from peft_mux.reporting.lines import window_width, wrapped
-from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
+from peft_mux.log.lines import window_width, wrapped
+from peft_mux.log.metrics_file import METRICS_NAME, read_metrics
+from peft_mux.reporting.mailbox import Mailbox
 from peft_mux.reporting.table import table_text
 from peft_mux.reporting.views import RunView, interrupted, view_of_records
 from peft_mux.storage import keeper_of, loading_of, read_regular
-from peft_mux.trainer.mailbox import Mailbox
 
 _SHOWN = ("status", "step", "num_steps", "loss", "eval_loss", "reason")
 _FIX = (

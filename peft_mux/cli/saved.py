@@ -20,10 +20,10 @@ from peft_mux.cli.config_file import RECORD_NAME, RunConfig, parse_value, read_c
 from peft_mux.cli.export import adapters_of
 from peft_mux.data.formats import DataFormat
 from peft_mux.errors import ConfigError, closest, printable
-from peft_mux.modeling.generation.decoding import generate as complete
-from peft_mux.modeling.generation.requests import GenerationRequest
-from peft_mux.reporting.lines import window_width, wrapped
-from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
+from peft_mux.generation.decoding import generate as complete
+from peft_mux.generation.requests import GenerationRequest
+from peft_mux.log.lines import window_width, wrapped
+from peft_mux.log.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.task import Task
 
 _ALONE = {

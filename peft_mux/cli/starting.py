@@ -15,7 +15,7 @@ from pathlib import Path
 from huggingface_hub import get_token
 
 from peft_mux.errors import ConfigError, installed_version, raise_faults
-from peft_mux.reporting.lines import window_width, wrapped
+from peft_mux.log.lines import window_width, wrapped
 from peft_mux.storage import check_task_names, name_fault, write_file
 
 _FILE = """\

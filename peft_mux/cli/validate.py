@@ -11,7 +11,7 @@ from typing import Any
 from peft_mux.cli.commands import make_trainer
 from peft_mux.cli.config_file import read_config
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.reporting.lines import counted, window_width, wrapped
+from peft_mux.log.lines import counted, window_width, wrapped
 
 _TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MOST_SHOWN = 240

@@ -1,1 +1,1 @@
-"""Runs the scheduler's plan: dispatch, multiplexed forward and backward passes, isolation of tasks."""
+"""Runs the passes of a step: multiplexed forward and backward, gradients and optimizer steps of each task."""

@@ -7,12 +7,12 @@ gradients as soon as a task's last backward is done::
                    |
                    |--> Executor.run
                    |      ChainRunner               chains of micro-batches, in order; others are handed in:
-                   |        CapturedPasses            (engine/cuda_graphs) a pass is replayed as a CUDA graph
-                   |        Interleaving              (engine/tensor) in turns: one computes, sums of others travel
-                   |        ShardedBackbone           (engine/fsdp) weights gathered by layer; joins foreign passes
+                   |        CapturedPasses            (parallel/cuda_graphs) a pass is replayed as a CUDA graph
+                   |        Interleaving              (parallel/tensor) in turns: one computes, sums of others travel
+                   |        ShardedBackbone           (parallel/fsdp) weights gathered by layer; joins foreign passes
                    |      run_chain                 forward 0 .. n, backward n .. 0
                    |
-                   |--> PipelineExecutor.run      (engine/pipeline) actions F and B of the template of this stage
+                   |--> PipelineExecutor.run      (parallel/pipeline) actions F and B of the template of this stage
                    |      Traffic                   hidden states and gradients from and to other stages
                    |      StageModel                the layers of a virtual stage
                    |      BucketBarriers            ends steps of buckets in a window without flushes

@@ -1,6 +1,6 @@
 """`ModelPart`: what one process holds of a run's model, with the executor that runs it; here the whole model.
 
-`peft_mux.engine.parallelize` divides a model among several processes.
+`peft_mux.parallel.parallelize` divides a model among several processes.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class BatchesAhead:
 class Shares:
     """The rows that this process's replica takes of each global batch: all of them, if there is one replica.
 
-    `peft_mux.engine.dispatch.DispatchedShares` divides batches among several.
+    `peft_mux.parallel.dispatch.DispatchedShares` divides batches among several.
 
     Attributes:
         looks_ahead: whether `prepare` has an effect; then replicas differ, and may have different plans.

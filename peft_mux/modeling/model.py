@@ -199,7 +199,7 @@ class MultiTaskPeftModel(PeftModel):
         noise: which tasks have noise on their embeddings in training.
         router_loss: which tasks add the balancing loss of routers to their own in training.
         module_names: name of each module within the backbone.
-        num_stages: into which the backbone was cut; this model is one of them (`peft_mux.engine.pipeline.stage`).
+        num_stages: into which the backbone was cut; this model is one of them (`peft_mux.parallel.pipeline.stage`).
         tp_size: tensor parallel ranks among which each stage is cut; this model is the part of one of them.
 
     Raises:

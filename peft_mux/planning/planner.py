@@ -16,15 +16,15 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.tasks.active_task import ActiveTask, run_interval
-from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
 from peft_mux.kernels.availability import has_triton, reason_against_kernels
 from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.backbone.quantized import quantization_method
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
+from peft_mux.parallel.cuda_graphs import reason_against
+from peft_mux.parallel.tensor.cut import blocks_of
 from peft_mux.planning.learning import PassPrices, TimeCorrection, repriced_s
 from peft_mux.planning.model_shape import model_shape
 from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, UnsupportedModelError
-from peft_mux.modeling.backbone.families import family_of
+from peft_mux.parallel.families import family_of
+from peft_mux.parallel.tensor.cut import blocks_of
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
 from peft_mux.scheduler.costs.hardware import DEVICES_PER_NODE, Cluster, known_device

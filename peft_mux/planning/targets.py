@@ -10,9 +10,9 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.allocator import host_memory_bytes
-from peft_mux.engine.cuda_graphs import AUTO_TOKENS
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.liger import has_liger
+from peft_mux.parallel.cuda_graphs import AUTO_TOKENS
 from peft_mux.planning.profiling.backbone import device_name, software_versions
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, known_device, parse_devices
 from peft_mux.scheduler.costs.loads import ModelShape

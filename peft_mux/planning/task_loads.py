@@ -1,7 +1,7 @@
 """What the planner needs to know of a run's tasks: lengths of a typical batch, targets, adapters, sizes.
 
 `frozen_parts` and `cut_layers` say which layers and bytes of a backbone tensor parallelism, stages and shards divide,
-read off its description. The engine decides it (`engine.tensor.cut`, `engine.pipeline.stage`, `engine.fsdp`); the
+read off its description. The engine decides it (`parallel.tensor.cut`, `parallel.pipeline.stage`, `parallel.fsdp`); the
 planner only needs to know which bytes and which layers are where.
 """
 
@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from peft_mux.adapters.bottleneck import NAME as BOTTLENECK
 from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
-from peft_mux.engine.divided_adapters import cut_dim
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.adapters.bottleneck import NAME as BOTTLENECK
 from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.layer import NAME as LORA
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
-from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import frozen_parameters, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.parallel.divided_adapters import cut_dim
+from peft_mux.parallel.families import family_of
+from peft_mux.parallel.tensor.cut import blocks_of
 from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, TaskLoad
 
 SAMPLE_ROWS = 64

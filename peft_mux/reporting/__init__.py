@@ -1,1 +1,1 @@
-"""What a run shows: progress of every task, plots of the losses."""
+"""What people see of a run: progress, plots, the page, trackers and uploads; and what they ask of it meanwhile."""

@@ -21,7 +21,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.theme import Theme
 
 from peft_mux.errors import ConfigError, printable
-from peft_mux.reporting.lines import counted, time_text
+from peft_mux.log.lines import counted, time_text
 from peft_mux.reporting.report import RunReport, status_word
 from peft_mux.reporting.table import RunTable
 from peft_mux.reporting.views import RunView, TaskView, number_text, shortened

@@ -22,9 +22,9 @@ from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import installed_version, printable
 from peft_mux.kernels.availability import reason_against_kernels
+from peft_mux.log.lines import time_text, wrapped
 from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.lines import time_text, wrapped
 from peft_mux.reporting.views import curve_of, drop_columns, held_out_loss, number_text, share_text, shortened
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import MEMORY, aligned, bytes_text, step_time_text

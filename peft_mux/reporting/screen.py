@@ -19,7 +19,7 @@ from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType
 
-from peft_mux.reporting.lines import Progress
+from peft_mux.log.lines import Progress
 from peft_mux.reporting.table import RunTable, table_text
 from peft_mux.reporting.views import RunView, RunWatch
 

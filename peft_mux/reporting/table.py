@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peft_mux.errors import printable
-from peft_mux.reporting.lines import time_text
+from peft_mux.log.lines import time_text
 from peft_mux.reporting.views import RunView, TaskView, drop_columns, number_text, share_text, shortened
 from peft_mux.scheduler.units import rate_text
 

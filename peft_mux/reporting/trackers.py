@@ -28,7 +28,7 @@ from transformers.utils.generic import flatten_dict
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import ActiveTask
-from peft_mux.reporting.callbacks import Observer, TaskCallbacks
+from peft_mux.log.callbacks import Observer, TaskCallbacks
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from peft_mux.reporting.recorders import RunTimes
+from peft_mux.log.recorders import RunTimes
 
 if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
     from peft_mux.engine.tasks.active_task import ActiveTask

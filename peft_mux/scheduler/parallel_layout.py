@@ -9,7 +9,7 @@ communicate most and usually share a node, are consecutive. For <2,2>, <1,1>::
     stage     0        0        1        1        0
     tp rank   0        1        0        1        0
 
-`peft_mux.engine.layout` makes layouts from the arguments of a run.
+`peft_mux.parallel.layout` makes layouts from the arguments of a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Passes as chains of subgraphs, which of them take turns (M §3.4.2), and how long that takes.
 
-The planner simulates these chains; the engine (`peft_mux.engine.tensor.interleaving`) runs passes by the same rules.
+The planner simulates these chains; the engine (`peft_mux.parallel.tensor.interleaving`) runs passes by the same rules.
 
 A pass is one chain: a subgraph ends at a sum over the devices of its stage (tensor parallelism), and the next one waits
 for it. Adapters are part of the operator next to which they run. For a layer::
@@ -15,7 +15,7 @@ of a layer; the MLP's is not, as nothing needs it there.
 Algorithm 1 of M and the two streams that its launches run on:
 
 * `LaunchQueue` is lines 7 to 11 of the listing, one decision at a time. Plans drain it over whole passes; the engine
-  (`peft_mux.engine.tensor.interleaving`) asks it for the next launch while passes run. So the same lines decide what is
+  (`parallel.tensor.interleaving`) asks it for the next launch while passes run. So the same lines decide what is
   planned and what runs.
 * `StreamTimeline` is a compute and a communication stream. Both are in-order queues, like CUDA streams: a subgraph's
   compute operators start when the compute stream has finished all earlier launches and everything that the subgraph

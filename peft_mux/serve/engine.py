@@ -27,8 +27,8 @@ import torch
 
 from peft_mux.calls import AdamSettings, Call, CallFailure, Calls, Example, Frozen
 from peft_mux.errors import CheckpointError, ConfigError, DataError, is_integer, is_real, shown
-from peft_mux.modeling.generation.options import SamplingOptions
-from peft_mux.modeling.generation.requests import Completion, GenerationRequest
+from peft_mux.generation.requests import Completion, GenerationRequest
+from peft_mux.modeling.sampling import SamplingOptions
 from peft_mux.serve.checkpoints import (
     Writer,
     delete_folder,

@@ -30,7 +30,7 @@ from peft_mux.engine.executor import ChainRunner, first_line, is_out_of_memory
 from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import ForcedInterrupt, MemoryBudgetError
-from peft_mux.reporting.callbacks import hears_steps
+from peft_mux.log.callbacks import hears_steps
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.membership import Membership

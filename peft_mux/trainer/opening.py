@@ -30,8 +30,8 @@ from peft_mux.errors import (
     installed_version,
     raise_faults,
 )
+from peft_mux.log.metrics_file import MetricsLog
 from peft_mux.modeling.backbone.digests import fingerprint
-from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement

@@ -22,8 +22,8 @@ from peft_mux.engine.model_part import ModelPart, begin_from_adapters, register_
 from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.setup import decide_sharing
+from peft_mux.log.callbacks import TaskCallbacks
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
-from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, task_arguments

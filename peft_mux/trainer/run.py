@@ -11,8 +11,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import TaskTable
-from peft_mux.reporting.callbacks import RunCallbacks
-from peft_mux.reporting.run_log import RunLog
+from peft_mux.log.callbacks import RunCallbacks
+from peft_mux.log.run_log import RunLog
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 
 

@@ -43,31 +43,36 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
-from peft_mux.checkpoint.hub import HubPushes, check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
-from peft_mux.checkpoint.upload import FolderUpload
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.cuda_graphs import CapturedPasses
-from peft_mux.engine.layout import layout_of, network_warning
 from peft_mux.engine.model_part import ModelPart
-from peft_mux.engine.parallelize import ParallelPart
 from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask, TaskTable
 from peft_mux.engine.tasks.setup import make_active_tasks, read_held_out, resolve_tasks
 from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_faults
-from peft_mux.modeling.generation.held_out_prompts import eval_prompts
+from peft_mux.generation.completions import HeldOutCompletions
+from peft_mux.generation.held_out_prompts import eval_prompts
+from peft_mux.log.callbacks import RunCallbacks, TaskFlowCallback
+from peft_mux.log.recorders import PassReport
+from peft_mux.parallel.cuda_graphs import CapturedPasses
+from peft_mux.parallel.layout import layout_of, network_warning
+from peft_mux.parallel.parallelize import ParallelPart
 from peft_mux.planning.deployment import report_deployment
+from peft_mux.planning.plan_follower import PlanFollower
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
 from peft_mux.planning.profiling.measured_links import measure_link, overlap_of_layers
+from peft_mux.planning.relocation import Relocation
 from peft_mux.planning.replica_facts import LayerProfile
-from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
+from peft_mux.reporting.control import Control
+from peft_mux.reporting.hub import HubPushes, check_push, push_task
 from peft_mux.reporting.page import run_html
-from peft_mux.reporting.recorders import PassReport
 from peft_mux.reporting.report import RunReport
+from peft_mux.reporting.reporter import Reporter
 from peft_mux.reporting.screen import make_progress, show_view
 from peft_mux.reporting.trackers import LoggerRuns
+from peft_mux.reporting.upload import FolderUpload
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
@@ -76,8 +81,6 @@ from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan_views import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus, opened_rows
-from peft_mux.trainer.completions import HeldOutCompletions
-from peft_mux.trainer.control import Control
 from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.inputs import (
     check_callbacks,
@@ -92,9 +95,6 @@ from peft_mux.trainer.inputs import (
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.placement import Moves, Placement
-from peft_mux.trainer.plan_follower import PlanFollower
-from peft_mux.trainer.relocation import Relocation
-from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder
 from peft_mux.user_code import watching_model
 

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, set_seed
 
 from peft_mux import EarlyStopping
+from tests.adapters.prompts.prompt_cases import PROMPTS, config_of
 from tests.attacks.attack_lab import ATTACKED, LENGTH, OTHERS, VOCABULARY, rows
 from tests.modeling.adapters.cases import CASES_BY_NAME
-from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of
 
 FAILED = ("failed",)
 FAILED_OR_STOPPED = ("failed", "stopped_early")

@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux.cli.main import main
-from peft_mux.trainer.mailbox import Mailbox
+from peft_mux.reporting.mailbox import Mailbox
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import COUNT, nano_task, sampled
 from tests.attacks.run_files import snapshot
@@ -128,7 +128,7 @@ def test_a_trap_in_the_control_folder_is_harmless(trap: str, tmp_path: Path) -> 
 def test_rows_that_never_come_hold_up_neither_a_run_nor_the_requests_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peft_mux.trainer.control.END_S", 0.2)
+    monkeypatch.setattr("peft_mux.reporting.control.END_S", 0.2)
     come = threading.Event()
 
     def read(file: str, names: Any) -> list[Any]:

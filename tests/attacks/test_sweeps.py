@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, PeftMuxError, sweep
-from peft_mux.trainer.sweep import add_referee, end_sweeps, sweep_tasks
+from peft_mux.sweeps import add_referee, end_sweeps, sweep_tasks
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import nano_task, rows, sampled
 from tests.attacks.run_files import snapshot

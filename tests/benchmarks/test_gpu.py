@@ -31,8 +31,8 @@ from benchmarks.gpu.checks import updates
 from benchmarks.gpu.checks.small import small_workload
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.training.workloads import make_workload
-from peft_mux.engine.cuda_graphs import AUTO_TOKENS
 from peft_mux.engine.tasks.active_task import TaskTable
+from peft_mux.parallel.cuda_graphs import AUTO_TOKENS
 from peft_mux.scheduler.costs import latency
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass

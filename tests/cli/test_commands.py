@@ -21,8 +21,8 @@ from peft_mux.cli import config_file
 from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import _QUIET, main
 from peft_mux.planning.profiling import backbone as profiling
+from peft_mux.reporting.mailbox import Mailbox
 from peft_mux.trainer.loop import TrainingLoop
-from peft_mux.trainer.mailbox import Mailbox
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.paths import ROOT

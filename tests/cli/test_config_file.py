@@ -15,7 +15,7 @@ from peft_mux import BottleneckConfig, load_rows
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.cli.config_file import RunConfig, parse_value, read_config
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.generation.options import GenerateOptions
+from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.task import EarlyStopping, Task
 from tests.cli.lab import write_rows
 from tests.shell import Shell

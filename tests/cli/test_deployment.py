@@ -12,8 +12,8 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from peft_mux.cli.config_file import read_cluster, read_config
-from peft_mux.engine.layout import parse_layout
 from peft_mux.errors import ConfigError
+from peft_mux.parallel.layout import parse_layout
 from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import parse_devices

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux.cli.main import main
-from peft_mux.reporting.lines import wrapped
+from peft_mux.log.lines import wrapped
 
 LONG = "answers-to-questions-about-orders-and-invoices-2026"
 TASKS = """\

@@ -13,9 +13,9 @@ import pytest
 from peft import LoraConfig
 
 from peft_mux.data.formats import LANGUAGE_ROWS, RowForm
-from peft_mux.data.preferences import PAIR_ROWS, SINGLE_ROWS
 from peft_mux.data.sources import load_rows, mapped
 from peft_mux.errors import ConfigError, DataError
+from peft_mux.losses.preference_rows import PAIR_ROWS, SINGLE_ROWS
 from peft_mux.task import Task
 from tests.data.test_tokenize import PLAIN_TEMPLATE, targets, tokenised, words, words_tokenizer
 

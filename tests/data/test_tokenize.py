@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.data.formats import LANGUAGE_ROWS, RowForm, detect_format
-from peft_mux.data.preferences import PAIR_ROWS, SCORED_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import LABELLED_ROWS, own_tokenizer
 from peft_mux.demo.small_llama import make_tokenizer
 from peft_mux.errors import ConfigError, DataError
+from peft_mux.losses.preference_rows import PAIR_ROWS, SCORED_ROWS
 from tests.data.cases import read
 from tests.invariants.mux_lab import tiny_llama
 from tests.paths import SHARED_DATA

@@ -22,8 +22,8 @@ import peft_mux
 from peft_mux import errors
 from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.cli.main import main
+from peft_mux.reporting.mailbox import Mailbox
 from peft_mux.task import TASK_FIELDS
-from peft_mux.trainer.mailbox import Mailbox
 from peft_mux.trainer.trainer import REFUSED
 from tests.paths import ROOT
 

@@ -28,23 +28,23 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.layout import parse_layout
 from peft_mux.engine.model_part import register_tasks
-from peft_mux.engine.parallelize import register_parts
-from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.links import PipelineLinks
-from peft_mux.engine.pipeline.pipeline_plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason
 from peft_mux.engine.tasks.setup import resolve_tasks
-from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
-from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.parallel.fsdp import shard_backbone
+from peft_mux.parallel.layout import parse_layout
+from peft_mux.parallel.parallelize import register_parts
+from peft_mux.parallel.pipeline.executor import PipelineExecutor
+from peft_mux.parallel.pipeline.links import PipelineLinks
+from peft_mux.parallel.pipeline.pipeline_plan import PipelinePlan
+from peft_mux.parallel.pipeline.stage import StageLayout, StageModel
+from peft_mux.parallel.tensor.interleaving import Interleaving, TurnLinks
+from peft_mux.parallel.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import BucketLoad, PipelineTemplate

@@ -8,7 +8,7 @@ import torch
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import PassClock, TaskInPass, rows_of
-from tests.engine.replicas.dispatch_cases import batches_of
+from tests.parallel.replicas.dispatch_cases import batches_of
 
 
 def test_a_pass_is_timed_with_the_rows_of_each_of_its_tasks() -> None:

@@ -15,9 +15,9 @@ from transformers.trainer_utils import PredictionOutput
 from peft_mux import EarlyStopping, Task
 from peft_mux.errors import PeftMuxError
 from tests.engine.processes import cases as parallel_cases
-from tests.engine.replicas import layout_cases
 from tests.evaluation.generation_cases import evaluations
 from tests.invariants import mux_lab as lab
+from tests.parallel.replicas import layout_cases
 from tests.runs import SAVING
 
 HELD_OUT = lab.rows(90, 5, 5, 9)

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, TaskType
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
-from peft_mux.modeling.objectives.classification import head_module
+from peft_mux.losses.classification import head_module
 from tests.invariants.mux_lab import small_task, tiny_llama
 
 

@@ -12,11 +12,11 @@ from peft import LoraConfig, PeftType
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from peft_mux import Completion, DataError, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
+from tests.adapters.prompts.prompt_cases import PROMPTS, config_of, task_ids
 from tests.generation.judge import Judge, held, prompts
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import VOCABULARY, tiny_llama
 from tests.modeling.adapters.cases import CASES, each_type
-from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of, task_ids
 from tests.modeling.adapters.test_kinds import LAYERED
 from tests.modeling.backbones import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
 from tests.modeling.backbones import VOCABULARY as SMALL_VOCABULARY

@@ -20,9 +20,9 @@ from peft_mux import (
     UnsupportedModelError,
     generate,
 )
-from peft_mux.modeling.generation.options import ANSWER_METRICS
-from peft_mux.modeling.generation.requests import sampling_options
-from peft_mux.trainer.completions import mean_metric
+from peft_mux.generation.completions import mean_metric
+from peft_mux.generation.requests import sampling_options
+from peft_mux.modeling.sampling import ANSWER_METRICS
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.backbones import CLASSIFIERS
 

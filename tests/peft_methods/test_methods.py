@@ -130,7 +130,7 @@ importlib.reload(peft_mux)
 from peft import PeftConfig, PeftType
 names = [PeftConfig.from_pretrained(folder).__class__.__name__ for folder in sys.argv[1:]]
 # As a later PEFT might have it: types of these names, which are not ours.
-from peft_mux.modeling.adapters.registration import own_peft_type
+from peft_mux.adapters.registration import own_peft_type
 assert own_peft_type("BOTTLENECK") is PeftType.BOTTLENECK
 foreign = own_peft_type("LORA")
 assert (foreign.value, PeftType.LORA.value, own_peft_type("LORA") is foreign) == ("MUX_LORA", "LORA", True)

@@ -14,10 +14,10 @@ import torch
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.cli.main import main
 from peft_mux.data.packing.passes import even_shares
-from peft_mux.engine.pipeline.stage import StageLayout, StageModel
-from peft_mux.engine.tensor.parallel import TensorParallelModel
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.objectives.objective import OWN
+from peft_mux.parallel.pipeline.stage import StageLayout, StageModel
+from peft_mux.parallel.tensor.parallel import TensorParallelModel
 from peft_mux.planning.planner import Planner, is_drained
 from peft_mux.planning.targets import Target
 from peft_mux.planning.task_loads import cut_layers, frozen_parts, typical_lengths

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from peft_mux import ConfigError
-from peft_mux.engine.cuda_graphs import AUTO_TOKENS
 from peft_mux.modeling.backbone.liger import has_liger
+from peft_mux.parallel.cuda_graphs import AUTO_TOKENS
 from peft_mux.planning.profiling.backbone import software_versions
 from peft_mux.planning.targets import run_profile
 from peft_mux.scheduler.costs.hardware import DEVICES

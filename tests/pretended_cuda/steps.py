@@ -19,7 +19,6 @@ from peft_mux import MultiTaskTrainingArguments, Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.tasks.active_task import ActiveTask, BestMetric, TaskTable
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
@@ -31,6 +30,7 @@ from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.parallel.cuda_graphs import CapturedPasses
 from peft_mux.task import TaskStatus
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.device import PretendedCuda

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers import TrainerCallback
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
-from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability
@@ -27,6 +26,7 @@ from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.parallel.cuda_graphs import CapturedPasses
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.allocator import allocated_bytes, reserved_bytes
 from tests.pretended_cuda.checks import VARLEN

@@ -15,8 +15,8 @@ from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.costs.profile import Profile, profile_text
 from peft_mux.scheduler.subgraphs import TimedSubgraph, turns_timeline
 from tests.engine.processes.cases import launch, values
-from tests.engine.replicas import layout_cases
 from tests.invariants.mux_lab import make_trainer
+from tests.parallel.replicas import layout_cases
 
 
 def _measure_link(rank: int) -> tuple[tuple[float, float], tuple[float, float, float]]:

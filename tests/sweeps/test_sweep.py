@@ -11,9 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainingArguments, Task, sweep
-from peft_mux.reporting.metrics_file import read_metrics
+from peft_mux.log.metrics_file import read_metrics
 from peft_mux.reporting.views import view_of_records
-from peft_mux.trainer.sweep import losers, rungs, sweep_tasks
+from peft_mux.sweeps import losers, rungs, sweep_tasks
 from tests.invariants import mux_lab as lab
 from tests.runs import Acts
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.tasks.active_task import UpdateOutcome
 from peft_mux.engine.work import StepResult
+from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.loop import TrainingLoop, steps_until_due
 from tests.trainer.parts import make_run, start_all

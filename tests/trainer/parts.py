@@ -12,8 +12,8 @@ from transformers.trainer_callback import CallbackHandler
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.tasks.setup import make_active_tasks, resolve_tasks
-from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
-from peft_mux.reporting.lines import Progress
+from peft_mux.log.callbacks import RunCallbacks, TaskCallbacks
+from peft_mux.log.lines import Progress
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer import run as run_module

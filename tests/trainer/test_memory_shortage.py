@@ -11,11 +11,11 @@ import torch
 from datasets import IterableDataset
 
 from peft_mux import MultiTaskTrainer, Task
-from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.errors import MemoryBudgetError
+from peft_mux.parallel.cuda_graphs import CapturedPasses
 from tests.engine.processes.cases import assert_as_one, launch, values
-from tests.engine.replicas import layout_cases
 from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
+from tests.parallel.replicas import layout_cases
 from tests.records import run_records
 from tests.runs import raising
 

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import DataError, Task
-from peft_mux.reporting import recorders
+from peft_mux.log import recorders
 from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.records import run_records as records
 from tests.runs import Acts, assert_ended_with_the_same_weights, raising, stops_after, task_of

@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
-from peft_mux.reporting.callbacks import Observer
+from peft_mux.log.callbacks import Observer
 from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT

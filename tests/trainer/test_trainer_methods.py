@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import Trainer
 
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments
-from peft_mux.checkpoint.hub import model_card
+from peft_mux.reporting.hub import model_card
 from peft_mux.trainer.trainer import REFUSED, WORKING
 from tests.invariants.mux_lab import Run, make_trainer, small_task, train
 from tests.runs import Acts, assert_equal_weights, small_tasks, weights_in_plain_peft

@@ -44,9 +44,9 @@ def captured_rows(settings: Settings) -> Iterator[Row]:
 
 def _executor(settings: Settings, shape: Any, workload: Any, is_captured: bool) -> Any:
     """Return an executor over a model of its own; both models hold the same numbers."""
-    from peft_mux.engine.cuda_graphs import CapturedPasses
     from peft_mux.engine.executor import Executor
     from peft_mux.modeling.model import MultiTaskPeftModel
+    from peft_mux.parallel.cuda_graphs import CapturedPasses
 
     dropouts = (0.0, 0.1, 0.0)
     configs = {

@@ -27,9 +27,9 @@ from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.model import reason_of_adapter
 from peft_mux.modeling.objectives.task_objective import find_loss
+from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.task import Task, resolve
 
 ReadPrompts = Callable[[GenerateOptions, Any, TokenizeOptions, Any], tuple[Any, ...]]

@@ -92,7 +92,7 @@ def weights_of(head: Any) -> HeadWeights:
 
 
 def _vocab_part(head: Any) -> Any:
-    """Return which words a head holds, plain or adapted (`engine.tensor.regions`); `None` for a whole head."""
+    """Return which words a head holds, plain or adapted (`parallel.tensor.regions`); `None` for a whole head."""
     return getattr(_frozen_head(head), "vocab_parallel_head", None)
 
 

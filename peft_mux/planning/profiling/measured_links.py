@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
-from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.stream import temporary_attributes
+from peft_mux.parallel.tensor.interleaving import Interleaving, TurnLinks, Turns
+from peft_mux.parallel.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.planning.model_shape import config_of
 from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap

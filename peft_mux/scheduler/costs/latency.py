@@ -51,7 +51,7 @@ _NUMBERS_PER_TARGET = 3
 """Of each device: greatest logit, sum of exponentials, logit of the target (`peft_mux.kernels.cross_entropy`)."""
 _FLOAT_BYTES = 4
 EAGER_PART = 0.06
-"""Part of the passes of few enough tokens for a graph whose shape has not come before (`tests/engine/cuda_graphs`)."""
+"""Part of the passes of few enough tokens for a graph whose shape has not come before (measured)."""
 _LENGTH_STEP = 16
 """Sequences whose lengths round up to the same multiple share an attention call (`peft_mux.modeling.attention`)."""
 
@@ -428,7 +428,7 @@ class CostModel:
 def graph_size(tokens: _Array) -> _Array:
     """Return the tokens of the CUDA graph of a pass: at least one of padding, up to a step of its size.
 
-    These are the numbers of `Shape` in `peft_mux.engine.cuda_graphs`; a test compares the two.
+    These are the numbers of `Shape` in `peft_mux.parallel.cuda_graphs`; a test compares the two.
     """
     step = np.maximum(64, 2 ** np.ceil(np.log2(tokens + 1)) // 32)
     return np.ceil((tokens + 1) / step) * step

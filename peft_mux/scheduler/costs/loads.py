@@ -2,8 +2,8 @@
 
 `ModelShape` is the backbone, and how its layers form stages. M Eq. 5 spreads it evenly over stages. Its embedding is on
 the first stage, though, its output head on the last one; tensor parallelism cuts the linear layers and the head and
-leaves norms and the embedding whole (`peft_mux.engine.tensor.parallel`); and FSDP2 gathers one unit after another
-(`peft_mux.engine.fsdp`).
+leaves norms and the embedding whole (`peft_mux.parallel.tensor.parallel`); and FSDP2 gathers one unit after another
+(`peft_mux.parallel.fsdp`).
 
 `TaskLoad` is the shape of one typical global batch, and the adapters. There is also how many bytes kernels hold while
 they compute, for the memory model, as the kernels decide them.

@@ -19,14 +19,14 @@ from peft_mux.engine.gradients import (
     divide,
     holding_of,
 )
-from peft_mux.engine.layout import parse_layout
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ProcessError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.pieces import Piece
+from peft_mux.parallel.layout import parse_layout
 from tests.engine import lab
 from tests.engine.gradients import cell_cases as cases
-from tests.engine.tensor.test_parallel import shard
+from tests.parallel.tensor.test_parallel import shard
 
 
 def parts_of(task: cases.Drawn) -> list[TaskCells]:

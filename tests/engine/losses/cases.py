@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from peft_mux import Task
 from peft_mux.modeling.objectives.objective import TokenOutputs
 from tests.engine.processes.cases import Part
-from tests.engine.replicas.layout_cases import Watcher, backbone, train
 from tests.invariants import mux_lab as lab
+from tests.parallel.replicas.layout_cases import Watcher, backbone, train
 
 Row = dict[str, Any]
 STEPS = 4

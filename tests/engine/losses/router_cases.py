@@ -15,8 +15,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from peft_mux import Task
 from tests.engine.losses import cases
 from tests.engine.losses.cases import Trained
-from tests.engine.replicas.layout_cases import Watcher
 from tests.invariants import mux_lab as lab
+from tests.parallel.replicas.layout_cases import Watcher
 
 OWN = 0.4
 """The model's own coefficient: large, so that a wrong loss shows."""

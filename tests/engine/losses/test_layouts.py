@@ -26,8 +26,8 @@ from peft_mux import BottleneckConfig, DiffPruningConfig
 from tests.engine.losses import cases
 from tests.engine.losses.cases import Trained
 from tests.engine.processes.cases import launch, values
-from tests.engine.replicas.layout_cases import Watcher, backbone, saved_backbone
 from tests.invariants import mux_lab as lab
+from tests.parallel.replicas.layout_cases import Watcher, backbone, saved_backbone
 
 SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 FEW = ["q_proj", "v_proj"]

@@ -12,7 +12,7 @@ from tests.engine.losses import router_cases as cases
 from tests.engine.losses.cases import Trained, observed
 from tests.engine.losses.test_layouts import NIGHTLY, SLOW, assert_as
 from tests.engine.processes.cases import launch, values
-from tests.engine.replicas.layout_cases import Watcher
+from tests.parallel.replicas.layout_cases import Watcher
 
 NAMES = [task.name for task in cases.tasks()]
 

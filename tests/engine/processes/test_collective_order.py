@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peft_mux.engine import fsdp
-from peft_mux.engine.pipeline.links import Channel, PipelineLinks
 from peft_mux.engine.processes import Processes
+from peft_mux.parallel import fsdp
+from peft_mux.parallel.pipeline.links import Channel, PipelineLinks
 from tests.engine.processes.cases import launch, values
-from tests.engine.replicas import layout_cases
+from tests.parallel.replicas import layout_cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 COLLECTIVES = (

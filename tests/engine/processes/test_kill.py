@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from peft_mux import storage
 from tests.engine.processes.cases import Outcome, Part, assert_as_one, launch, named_in, values
-from tests.engine.replicas import layout_cases as cases
-from tests.engine.replicas.layout_cases import Watcher, saved_backbone, train_five
+from tests.parallel.replicas import layout_cases as cases
+from tests.parallel.replicas.layout_cases import Watcher, saved_backbone, train_five
 
 _PATIENCE_S = 20.0
 

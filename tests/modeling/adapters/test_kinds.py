@@ -17,7 +17,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PeftType, PolyConfig, TaskTyp
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from peft_mux import MultiTaskPeftModel, Task
-from peft_mux.engine.divided_adapters import CAN_BE_CUT, cut_dim, divided_kind_faults, narrow
+from peft_mux.adapters.prompt_kind import PromptKind
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.checks import config_faults
 from peft_mux.modeling.adapters.kind import (
@@ -29,7 +29,7 @@ from peft_mux.modeling.adapters.kind import (
     kind_of_layer,
     kind_of_parameter,
 )
-from peft_mux.modeling.adapters.prompts.prompt_kind import PromptKind
+from peft_mux.parallel.divided_adapters import CAN_BE_CUT, cut_dim, divided_kind_faults, narrow
 from peft_mux.planning.task_loads import adapter_loads
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.invariants import mux_lab as lab
@@ -45,7 +45,7 @@ def ia3(number: int) -> IA3Config:
 
 
 # Kinds that others add to the package are found here, and need a case; prompts, which have no layers, have theirs in
-# `tests/modeling/adapters/prompts`.
+# `tests/adapters/prompts`.
 LAYERED = [kind for kind in KINDS.values() if not isinstance(kind, PromptKind)]
 SEEDS = {"a": 3, "b": 4}
 EVERY_KIND = pytest.mark.parametrize("kind", LAYERED, ids=[str(kind.peft_type.value) for kind in LAYERED])

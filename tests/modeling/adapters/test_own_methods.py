@@ -14,17 +14,17 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig, MultiTaskPeftModel, Task
-from peft_mux.checkpoint.hub import model_card
+from peft_mux.adapters.diff_pruning import DiffPruningLinear, Noise
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Noise
+from peft_mux.reporting.hub import model_card
+from tests.adapters.prompts.prompt_cases import config_of
 from tests.engine.processes.cases import Part, assert_alike, assert_as_one, launch, values
-from tests.engine.replicas.layout_cases import train
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import alone
 from tests.modeling.adapters.lora import test_row_steps as steps
-from tests.modeling.adapters.prompts.prompt_cases import config_of
 from tests.modeling.adapters.trained_parts import test_copies as copies
 from tests.modeling.adapters.trained_parts import test_token_rows as rows
+from tests.parallel.replicas.layout_cases import train
 
 CONFIGS: dict[str, PeftConfig] = {
     "houlsby": BottleneckConfig(bottleneck_size=6),

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from peft_mux.adapters.sliced import SlicedKind
 from peft_mux.modeling.adapters.kind import KINDS, TypeEntry, register_kind
-from peft_mux.modeling.adapters.sliced import SlicedKind
 
 
 class ToyKind(SlicedKind):

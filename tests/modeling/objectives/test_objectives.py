@@ -18,7 +18,6 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepSums
 from peft_mux.errors import ConfigError
@@ -35,14 +34,15 @@ from peft_mux.modeling.objectives.objective import (
     register_objective,
 )
 from peft_mux.modeling.objectives.task_objective import find_loss
+from peft_mux.parallel.cuda_graphs import reason_against
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
+from tests.losses.preference.cases import PREFERENCE_CASES
 from tests.modeling.backbones import backbone_of, classifier_of, drawn, tagger_of
 from tests.modeling.objectives import rollouts
 from tests.modeling.objectives.cases import CASES as OTHERS
 from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.judged_row import JudgedRow
-from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
 
 CASES = [*OTHERS, *PREFERENCE_CASES]
 READING_CASES = list({(case.name, case.rows): case for case in reversed(CASES)}.values())

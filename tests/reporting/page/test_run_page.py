@@ -17,11 +17,11 @@ import pytest
 from peft_mux import MultiTaskTrainer
 from peft_mux.errors import ConfigError
 from peft_mux.reporting import page
+from peft_mux.reporting import reporter as run_files
 from peft_mux.reporting.screen import Progress
 from peft_mux.reporting.views import TaskView
 from peft_mux.scheduler.plan_views import simulated_step
 from peft_mux.scheduler.units import bytes_text
-from peft_mux.trainer import reporter as run_files
 from tests.engine.losses.cases import pairs
 from tests.invariants.mux_lab import rows, small_task
 from tests.runs import raising, task_of, trainer_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from peft_mux.reporting.lines import time_text
+from peft_mux.log.lines import time_text
 from peft_mux.reporting.table import RunTable, table_text
 from peft_mux.reporting.views import RunView, TaskView
 from peft_mux.scheduler.units import rate_text

@@ -135,7 +135,7 @@ class MultiplexedLinear(MultiplexedForward):
 
     @property
     def window(self) -> philox.Window | None:
-        """The columns of the whole input that lie here, in row-parallel layers (`peft_mux.engine.tensor.parallel`)."""
+        """The columns of the whole input that lie here, in row-parallel layers (`parallel.tensor.parallel`)."""
         return self.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
 
     # -------------------------------------------------------------- passes

@@ -12,9 +12,9 @@ from peft import IA3Config, LoraConfig, PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 
 from peft_mux import MultiTaskPeftModel, Task
-from peft_mux.engine.layout import _bare_parameter_faults
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
+from peft_mux.parallel.layout import _bare_parameter_faults
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import passes

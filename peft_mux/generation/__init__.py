@@ -1,0 +1,1 @@
+"""Completions of many tasks in shared passes, and the prompts held out for evaluations."""
