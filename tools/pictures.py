@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,7 @@ def rooms() -> Drawing:
             ("cli", "peft-mux"),
             ("serve", "over HTTP"),
             ("demo", "six tasks"),
-            ("sweeps", "many settings"),
+            ("sweeps", "grids"),
             ("calls", "by calls"),
         ],
         [
@@ -313,8 +314,8 @@ def rooms() -> Drawing:
         [("parallel", "stages, shards, replicas"), ("engine", "passes, gradients, optimizers")],
         [("task", "Task"), ("from_trl", "TRL's settings"), ("arguments", "settings of a run")],
         [
-            ("adapters", "types beside LoRA"),
-            ("losses", "preferences and others"),
+            ("adapters", "other types"),
+            ("losses", "other losses"),
             ("modeling", "backbone, LoRA, attention"),
         ],
         [
@@ -325,27 +326,24 @@ def rooms() -> Drawing:
         ],
         [("user_code", "guard for a task's code"), ("errors", "messages")],
     ]
-    # Folders below the package hold no code of their own: an empty `__init__` is of the core and says nothing.
-    modules = [name for name, module in read_package(ROOT).items() if num_code_lines(module)]
+    modules = read_package(ROOT)
     for number, level in enumerate(levels):
         y = 20 + 58 * number
         width = (520 - 10 * (len(level) - 1)) / len(level)
         for place, (name, text) in enumerate(level):
             x = 30 + place * (width + 10)
-            are_core = {wing_of(module) == "" for module in modules if f"{module}.".startswith(f"peft_mux.{name}.")}
-            picture.box(x, y, width, 48, "grey" if True in are_core else "pale")
-            if are_core == {True, False}:
-                picture.box(x + width * 0.86, y, width * 0.14, 48, "pale")
+            # The values of plans, which the core reads, are in a folder of a wing.
+            lines = Counter[bool]()
+            for module, source in modules.items():
+                if f"{module}.".startswith(f"peft_mux.{name}."):
+                    lines[not wing_of(module)] += num_code_lines(source)
+            picture.box(x, y, width, 48, "grey" if lines[True] > lines[False] else "pale")
             picture.text(x + width / 2, y + 20, name, anchor="middle", style="strong")
             picture.text(x + width / 2, y + 38, text, size=11 if width > 140 else 10, anchor="middle", style="soft")
-    picture.text(
-        30,
-        560,
-        "A folder imports only from folders below it and to its right; trainer/trainer.py and the two "
-        "registries in modeling/ put all together.",
-        style="soft",
-    )
-    picture.text(30, 584, "Grey: the core. Light: wings, which no module of the core imports.", style="soft")
+    rule = "A folder imports only from folders below it and to its right. trainer/trainer.py and the two registries"
+    picture.text(30, 560, rule, style="soft")
+    legend = "in modeling/ put all together. Grey: the core. Light: wings, which no module of the core imports."
+    picture.text(30, 582, legend, style="soft")
     steps = [
         ("a", "1 row of a file", "data/sources.py"),
         ("a", "2 token ids and labels", "data/tokenize.py"),
