@@ -7,6 +7,7 @@ are counted. What counts as what:
 * A *code line* is neither blank, nor a comment, nor part of a docstring.
 * A function *with one reference* has a name that no other function has and that the package mentions once outside of
   its definition and of imports.
+* A *file name used more than once* is that of files in several folders, `__init__.py` and `__main__.py` excepted.
 * A run *enters* a function when it calls it, in the constructor, `plan()` or `train()`. Lambdas and comprehensions are
   counted apart: they are part of a function that is counted, and which of them have a frame depends on the
   version of Python.
@@ -61,13 +62,13 @@ class Module(NamedTuple):
 
 def read_package(checkout: Path, folder: str = PACKAGE) -> dict[str, Module]:
     """Return all modules under a folder of a checkout by dotted name."""
-    found = {}
+    modules = {}
     for file in sorted((checkout / folder).rglob("*.py")):
         path = file.relative_to(checkout)
         name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         text = file.read_text(encoding="utf-8")
-        found[name] = Module(name, path.as_posix(), text, ast.parse(text, str(path)))
-    return found
+        modules[name] = Module(name, path.as_posix(), text, ast.parse(text, str(path)))
+    return modules
 
 
 # -------------------------------------------------------------------- sources
@@ -108,13 +109,15 @@ def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
     """Return which modules of the package each module imports, inside functions and for type checkers too."""
     graph: dict[str, set[str]] = {}
     for name, module in modules.items():
-        found: set[str] = set()
+        imported: set[str] = set()
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        graph[name] = {one if one in modules else one.rpartition(".")[0] for one in found} & modules.keys() - {name}
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+        # The last part of a name may be a function or a class of a module.
+        imported = {other if other in modules else other.rpartition(".")[0] for other in imported}
+        graph[name] = imported & modules.keys() - {name}
     return graph
 
 
@@ -151,7 +154,9 @@ def source_numbers(checkout: Path) -> dict[str, str]:
     single, graph = len(with_one_reference(modules)), import_graph(modules)
     core = [module.path for name, module in modules.items() if wing_of(name) == ""]
     root = checkout / PACKAGE
-    entries = [one for one in root.iterdir() if one.suffix == ".py" or any(one.rglob("*.py"))]
+    entries = [entry for entry in root.iterdir() if entry.suffix == ".py" or any(entry.rglob("*.py"))]
+    file_names = Counter(Path(module.path).name for module in modules.values())
+    repeated = sorted(name for name, count in file_names.items() if count > 1 and not name.startswith("__"))
     tests = read_package(checkout, "tests")
     undocumented = sum(map(_num_undocumented, modules.values()))
     longest = max(code, key=lambda path: code[path])
@@ -164,6 +169,7 @@ def source_numbers(checkout: Path) -> dict[str, str]:
         "code lines per function": f"{total / max(1, num_functions):.1f}",
         "functions with one reference": f"{single / max(1, num_functions):.1%} ({single:,})",
         "top-level entries": str(len(entries)),
+        "file names used more than once": f"{len(repeated)} ({', '.join(repeated)})" if repeated else "0",
         "code lines of the longest file": f"{code[longest]:,} ({longest})",
         "public functions and classes without a docstring": str(undocumented),
         "circle of imports": _circle(graph),
@@ -173,13 +179,14 @@ def source_numbers(checkout: Path) -> dict[str, str]:
 
 def _num_undocumented(module: Module) -> int:
     def count(node: ast.AST) -> int:
-        found = 0
+        total = 0
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef | Function) and not child.name.startswith("_"):
-                is_setter = any(ast.unparse(one).endswith((".setter", "overload")) for one in child.decorator_list)
-                found += ast.get_docstring(child) is None and not is_setter
-                found += count(child) if isinstance(child, ast.ClassDef) else 0
-        return found
+                decorators = map(ast.unparse, child.decorator_list)
+                is_setter = any(decorator.endswith((".setter", "overload")) for decorator in decorators)
+                total += ast.get_docstring(child) is None and not is_setter
+                total += count(child) if isinstance(child, ast.ClassDef) else 0
+        return total
 
     return count(module.tree)
 
@@ -194,12 +201,13 @@ def run_numbers(checkout: Path) -> dict[str, str]:
         shown = Path(folder, "shown.json")
         command = [sys.executable, __file__, "--train-and-count", str(shown), str(checkout)]
         subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        found = json.loads(shown.read_text(encoding="utf-8"))
+        numbers = json.loads(shown.read_text(encoding="utf-8"))
     return {
-        "files entered by two steps of two tasks": f"{found['files']:,}",
-        "functions entered by them": f"{found['functions']:,}",
-        "lambdas and comprehensions entered by them": f"{found['unnamed']:,}",
-        "own frames from train() to the backbone": f"{found['own_frames']} of {found['frames']}",
+        "files entered by two steps of two tasks": f"{numbers['files']:,}",
+        "functions entered by them": f"{numbers['functions']:,}",
+        "lines of functions entered by them": f"{numbers['lines']:,}",
+        "lambdas and comprehensions entered by them": f"{numbers['unnamed']:,}",
+        "own frames from train() to the backbone": f"{numbers['own_frames']} of {numbers['frames']}",
     }
 
 
@@ -250,10 +258,16 @@ def _train_and_count(checkout: Path, shown: Path) -> None:
     sys.setprofile(None)
     # The hook of the model is called by the frame of its `__call__`, which calls its forward next.
     stack = max(stacks, key=len)
+    functions_entered = [code for code in entered if not code.co_name.startswith("<")]
+    lines = set()  # of a function and of one inside it together, each line once
+    for code in functions_entered:
+        last = max(line for _, _, line in code.co_lines() if line)
+        lines |= {(code.co_filename, line) for line in range(code.co_firstlineno, last + 1)}
     numbers = {
         "files": len({code.co_filename for code in entered}),
-        "functions": sum(not code.co_name.startswith("<") for code in entered),
-        "unnamed": sum(code.co_name.startswith("<") for code in entered),
+        "functions": len(functions_entered),
+        "lines": len(lines),
+        "unnamed": len(entered) - len(functions_entered),
         "frames": len(stack),
         "own_frames": sum(name.startswith(package) for name in stack),
     }
@@ -274,23 +288,23 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
 
 def folder_table(checkout: Path) -> str:
     """Return code lines, modules and functions of each folder below the package, and of the modules in its root."""
-    found: dict[str, list[int]] = {}
+    sums: dict[str, list[int]] = {}
     for module in read_package(checkout).values():
         parts = module.path.split("/")[1:]
         for depth in range(1, len(parts) + 1) if len(parts) > 1 else (1,):
-            sums = found.setdefault("/".join(parts[:depth]), [0, 0, 0])
+            sums_of_folder = sums.setdefault("/".join(parts[:depth]), [0, 0, 0])
             for index, number in enumerate((num_code_lines(module), 1, len(functions(module)))):
-                sums[index] += number
+                sums_of_folder[index] += number
     names = ("code lines", "modules", "functions")
-    columns = {name: {path: f"{sums[i]:,}" for path, sums in sorted(found.items())} for i, name in enumerate(names)}
+    columns = {name: {path: f"{row[i]:,}" for path, row in sorted(sums.items())} for i, name in enumerate(names)}
     return table(columns)
 
 
 def _checkouts(given: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[Path]:
-    for one in given:
-        if not (Path(one) / PACKAGE).is_dir():
-            parser.error(f"{one!r} must be a checkout of the repository; it has no folder {PACKAGE}.")
-        yield Path(one).resolve()
+    for folder in given:
+        if not (Path(folder) / PACKAGE).is_dir():
+            parser.error(f"{folder!r} must be a checkout of the repository; it has no folder {PACKAGE}.")
+        yield Path(folder).resolve()
 
 
 def main() -> None:
