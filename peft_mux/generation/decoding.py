@@ -34,10 +34,10 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.row_cells import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
+from peft_mux.generation.key_value_rows import KeyValueRows
 from peft_mux.generation.requests import Completion, GenerationRequest, Prompt, TopLogprobs, sampling_options
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.attention.attention_stream import KeyValueRows
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, language_model
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.model import MultiTaskPeftModel, require_whole, require_words

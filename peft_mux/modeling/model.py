@@ -34,7 +34,7 @@ from peft_mux.modeling.adapters.injection import Origin, injecting, own_copy
 from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.trained_parts import only_rows_of, select_biases
 from peft_mux.modeling.adapters.tuners import merge_and_unload
-from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows, Prefixes
+from peft_mux.modeling.attention.attention_stream import AttentionStream, Prefixes
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention
 from peft_mux.modeling.backbone.liger import unfuse
 from peft_mux.modeling.backbone.modules import is_meta, language_model, modules_below_adapters, without_head
@@ -630,14 +630,15 @@ class MultiTaskPeftModel(PeftModel):
                 backbone.config._attn_implementation = attention
 
     def hidden_states(
-        self, batch: MuxBatch, attention: AttentionStream | None = None, *, rows: KeyValueRows | None = None
+        self, batch: MuxBatch, attention: AttentionStream | None = None, *, rows: Any = None
     ) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed, `[U, D]` where tokens are shared.
 
         Args:
             batch: the micro-batch, on the model's device.
             attention: the layouts of its sequences; made by default.
-            rows: keys and values of rows that are being completed; the batch is their prompts or newest tokens.
+            rows: keys and values of rows that are being completed (`peft_mux.generation.key_value_rows.KeyValueRows`);
+                the batch is their prompts or newest tokens.
         """
         backbone = self.backbone
         # Positions are given, as the model would count through the whole stream.

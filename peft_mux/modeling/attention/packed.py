@@ -31,8 +31,18 @@ from peft_mux.kernels.attention import MAX_HEAD_DIM
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prefix_tree import tree_attention, tree_varlen
-from peft_mux.modeling.attention.rows import LENGTH_STEP, Apart, Joined, Layout, Rectangle, take_rows
-from peft_mux.modeling.attention.scores import QKV, Scores, attend, visible_mask
+from peft_mux.modeling.attention.rows import (
+    LENGTH_STEP,
+    QKV,
+    Apart,
+    Joined,
+    Layout,
+    Rectangle,
+    Scores,
+    attend,
+    take_rows,
+    visible_mask,
+)
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
 
 ATTENTION_NAME = "peft_mux"
@@ -195,12 +205,10 @@ def _by_varlen(
 
         if mux_stream.long_rows is None:
             return short_row_attention(q_THC, k_KGC, v_KGC, bounds, **options)[None]
-        tokens, *of_long_rows = mux_stream.long_rows
+        tokens, long_bounds, longest = mux_stream.long_rows
         qkv, long_qkv = zip(*(Apart.apply(x, tokens) for x in (q_THC, k_KGC, v_KGC)), strict=True)
-        out, long_out = (
-            short_row_attention(*qkv, bounds, **options),
-            varlen_attention(*long_qkv, *of_long_rows, **options),
-        )
+        out = short_row_attention(*qkv, bounds, **options)
+        long_out = varlen_attention(*long_qkv, long_bounds, longest, **options)
         return Joined.apply(out, long_out, tokens)[None]
     return varlen_attention(q_THC, k_KGC, v_KGC, bounds, longest, keys=keys, **options)[None]
 
@@ -261,7 +269,7 @@ class AttentionDropout:
         # Where the draws of these heads are among those of all heads, which have `width` of them each.
         heads = self.heads
         window = None if heads is None else philox.Window(heads.first * width, heads.num_columns * width)
-        found = []
+        parts = []
         for number, weights_HLK in enumerate(weights_nHLK):
             first_row = rectangle.start + number * rectangle.length
             seed = self.segments[self.owner_of_row[first_row]].draw_seed(self.name)
@@ -269,5 +277,5 @@ class AttentionDropout:
             # Draws are by place and column: a row is a query, its columns are the keys of one head after another.
             kept = philox.keep_mask(seed, places, num_heads * width, self.probability, window)
             kept_HLK = kept.view(-1, num_heads, width)[:, :, last - num_keys : last].transpose(0, 1)
-            found.append(philox.dropped(weights_HLK, kept_HLK, self.probability))
-        return torch.stack(found)
+            parts.append(philox.dropped(weights_HLK, kept_HLK, self.probability))
+        return torch.stack(parts)

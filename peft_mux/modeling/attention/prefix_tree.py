@@ -44,14 +44,17 @@ from peft_mux.data.packing.passes import round_up
 from peft_mux.data.packing.prefixes import Node, PrefixTree
 from peft_mux.modeling.attention.rows import (
     LENGTH_STEP,
+    QKV,
     Layout,
+    Scores,
     ToRows,
     ToTokens,
+    attend,
     build_layout,
     copied_to,
     take_rows,
+    visible_mask,
 )
-from peft_mux.modeling.attention.scores import QKV, Scores, attend, visible_mask
 from peft_mux.modeling.attention.varlen import varlen_attention
 
 _LONG = 32
@@ -152,44 +155,43 @@ class TreeLayouts:
         stack = []
         for number, node in reversed(list(enumerate(nodes))):
             (stack if node.parent < 0 else children[node.parent]).append(number)
-        visited: list[int] = []  # each node before all below it, and these before any other
+        visited: list[int] = []  # numbers of the nodes, depth first
         while stack:
             visited.append(stack.pop())
             stack += children[visited[-1]]
-        ends = np.cumsum([nodes[one].length for one in visited]).tolist()
-        place_of = {one: slice(end - nodes[one].length, end) for one, end in zip(visited, ends, strict=True)}
+        ends = np.cumsum([nodes[number].length for number in visited]).tolist()
+        place_of = {number: slice(end - nodes[number].length, end) for number, end in zip(visited, ends, strict=True)}
         blocks = list(_blocks(nodes, visited, window, device))
         # Trees that are computed at once, and the places of their rows.
         whole: list[tuple[slice, np.ndarray]] = []
         at_once: set[int] = set()
-        alone: set[int] = set()
-        roots = [place for place, one in enumerate(visited) if nodes[one].parent < 0]
+        unshared: set[int] = set()
+        roots = [place for place, number in enumerate(visited) if nodes[number].parent < 0]
         for first, last in pairwise([*roots, len(visited)]):
             members = visited[first:last]
             if len(members) == 1:
                 # Goes into a rectangle, as where no sequence shares tokens, so that it has the same bits there.
-                alone.add(place_of[members[0]].start)
+                unshared.add(place_of[members[0]].start)
                 continue
             places = slice(place_of[members[0]].start, place_of[members[-1]].stop)
-            own = [block for block in blocks if places.start <= block.queries.start < places.stop]
-            lengths = [nodes[one].length for one in members]
-            pairs = sum(_size(block.queries) * _size(block.keys) for block in own) + sum(
-                length**2 for length in lengths
-            )
-            num_calls = len(own) + sum(length >= _LONG for length in lengths)
+            blocks_of_tree = [block for block in blocks if places.start <= block.queries.start < places.stop]
+            lengths = [nodes[number].length for number in members]
+            pairs = sum(_size(block.queries) * _size(block.keys) for block in blocks_of_tree)
+            pairs += sum(length**2 for length in lengths)
+            num_calls = len(blocks_of_tree) + sum(length >= _LONG for length in lengths)
             # Depends on nothing but the tree itself.
             if round_up(_size(places), LENGTH_STEP) ** 2 <= pairs + num_calls * _PAIRS_OF_CALL:
                 whole.append((places, _tree_mask(nodes, members, window)))
                 at_once.update(range(places.start, places.stop))
         others = [place for place in place_of.values() if place.start not in at_once]
-        long = [place for place in others if _size(place) >= _LONG and place.start not in alone]
+        long = [place for place in others if _size(place) >= _LONG and place.start not in unshared]
         short = [place for place in others if place not in long]
         gathered = []
         if short:
             gathered.append(_gather(short, [None] * len(short), device))
         if whole:
             gathered.append(_gather([place for place, _ in whole], [mask for _, mask in whole], device))
-        order = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in visited])
+        order = np.concatenate([_rows_of(nodes[number]) for number in visited])
         return DepthFirst(
             None if visited == sorted(visited) else copied_to(torch.from_numpy(order), device),
             tuple(long),
@@ -205,7 +207,7 @@ class TreeLayouts:
         that a node has, its own included.
         """
         rows = [
-            np.concatenate([before, np.arange(node.start, node.start + node.length)])
+            np.concatenate([before, _rows_of(node)])
             for before, node in zip(self._rows_before, self._tree.nodes, strict=True)
         ]
         num_keys = list(map(len, rows))
@@ -225,18 +227,22 @@ class TreeLayouts:
         # Where each node's first row went gives the order of the nodes.
         starts = layout.row_of_token_on_host[[node.start for node in self._tree.nodes]]
         rows = np.concatenate([rows_before[number] for number in np.argsort(starts)])
-        sizes = [one.num_sequences * len(rows_before[one.first]) for one in layout.rectangles]
-        return (layout, copied_to(torch.from_numpy(rows), self._device), sizes)
+        sizes = [rectangle.num_sequences * len(rows_before[rectangle.first]) for rectangle in layout.rectangles]
+        return layout, copied_to(torch.from_numpy(rows), self._device), sizes
 
     @cached_property
     def _rows_before(self) -> list[np.ndarray]:
         """The computed rows before each node that its first query sees."""
-        found = []
+        rows_before = []
         for number in range(len(self._tree.nodes)):
-            path = [self._tree.nodes[one] for one in self._tree.path(number)[:-1]]
-            rows = np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.start + n.length) for n in path)])
-            found.append(rows if self.window is None else rows[max(len(rows) - self.window + 1, 0) :])
-        return found
+            above = [_rows_of(self._tree.nodes[parent]) for parent in self._tree.path(number)[:-1]]
+            rows = np.concatenate([np.empty(0, np.int64), *above])
+            rows_before.append(rows if self.window is None else rows[max(len(rows) - self.window + 1, 0) :])
+        return rows_before
+
+
+def _rows_of(node: Node) -> np.ndarray:
+    return np.arange(node.start, node.start + node.length)
 
 
 def _size(part: slice) -> int:
@@ -249,7 +255,7 @@ def _blocks(nodes: Sequence[Node], visited: Sequence[int], window: int | None, d
     for number, node in reversed(list(enumerate(nodes))):
         if node.parent >= 0:
             num_rows[node.parent] += num_rows[number]
-    positions = np.concatenate([np.arange(nodes[one].length) + nodes[one].depth for one in visited])
+    positions = np.concatenate([np.arange(nodes[number].length) + nodes[number].depth for number in visited])
     start = 0
     for number in visited:
         end, last = start + nodes[number].length, start + num_rows[number]
@@ -267,14 +273,14 @@ def _blocks(nodes: Sequence[Node], visited: Sequence[int], window: int | None, d
 
 def _tree_mask(nodes: Sequence[Node], members: Sequence[int], window: int | None) -> np.ndarray:
     """Return which keys each query of a tree sees, booleans `[L, L]`; its members are in depth-first order."""
-    number = np.repeat(np.arange(len(members)), [nodes[one].length for one in members])
-    position = np.concatenate([np.arange(nodes[one].length) + nodes[one].depth for one in members])
-    place = {one: index for index, one in enumerate(members)}
+    node_L = np.repeat(np.arange(len(members)), [nodes[number].length for number in members])
+    position_L = np.concatenate([np.arange(nodes[number].length) + nodes[number].depth for number in members])
+    index_of = {number: index for index, number in enumerate(members)}
     is_above = np.eye(len(members), dtype=bool)
-    for index, one in enumerate(members[1:], start=1):
-        is_above[index] |= is_above[place[nodes[one].parent]]
-    apart = position[:, None] - position[None, :]
-    return is_above[number[:, None], number[None, :]] & (apart >= 0) & (window is None or apart < window)
+    for index, number in enumerate(members[1:], start=1):
+        is_above[index] |= is_above[index_of[nodes[number].parent]]
+    distance = position_L[:, None] - position_L[None, :]
+    return is_above[node_L[:, None], node_L[None, :]] & (distance >= 0) & (window is None or distance < window)
 
 
 def _gather(parts: Sequence[slice], seen: Sequence[np.ndarray | None], device: torch.device) -> Gathered:
@@ -293,20 +299,20 @@ def _gather(parts: Sequence[slice], seen: Sequence[np.ndarray | None], device: t
     first_rows = layout.row_of_token_on_host[np.cumsum([0, *lengths[:-1]])]
     by_first_row = dict(zip(first_rows.tolist(), seen, strict=True))
     masks: list[torch.Tensor | None] = []
-    for one in layout.rectangles:
-        own = [by_first_row[row] for row in range(one.start, one.rows.stop, one.length)]
-        if own[0] is None:
+    for rectangle in layout.rectangles:
+        seen_n = [by_first_row[row] for row in range(rectangle.start, rectangle.rows.stop, rectangle.length)]
+        if seen_n[0] is None:
             masks.append(None)
             continue
         # Rows of padding see themselves, as a query that sees nothing has no softmax.
-        is_seen = np.tile(np.eye(one.length, dtype=bool), (len(own), 1, 1, 1))
-        for rows, mask in zip(is_seen, own, strict=True):
+        is_seen = np.tile(np.eye(rectangle.length, dtype=bool), (len(seen_n), 1, 1, 1))
+        for rows, mask in zip(is_seen, seen_n, strict=True):
             assert mask is not None, "rectangles are of nodes or of trees"
             rows[0, : len(mask), : len(mask)] = mask
         added = torch.zeros(is_seen.shape).masked_fill_(torch.from_numpy(~is_seen), -math.inf)
         masks.append(copied_to(added, device))
-    on_device = [copied_to(torch.from_numpy(one), device) for one in (places, place_of_row)]
-    return Gathered(layout, on_device[0], on_device[1], tuple(masks))
+    indices = (copied_to(torch.from_numpy(index), device) for index in (places, place_of_row))
+    return Gathered(layout, *indices, tuple(masks))
 
 
 # --------------------------------------------------------------------- attention
@@ -346,13 +352,14 @@ def tree_attention(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
     if needs_weights or q_UHC.device.type != "cpu" or q_UHC.shape[-1] != v_UGC.shape[-1]:
         return tree_rectangles(qkv, tree, scores)
     tree = tree.within(scores.window)
-    found, scores = tree.depth_first, scores._replace(window=tree.window)
-    if found.order is None:
-        return TreeBlocks.apply(*qkv, found, scores)  # type: ignore[return-value]
+    depth_first, scores = tree.depth_first, scores._replace(window=tree.window)
+    order = depth_first.order
+    if order is None:
+        return TreeBlocks.apply(*qkv, depth_first, scores)  # type: ignore[return-value]
     # Each way a copy, forwards and backwards, as no row goes to two places.
-    no_padding = found.order[:0]
-    q, k, v = (ToTokens.apply(x, found.order, no_padding) for x in qkv)
-    return ToRows.apply(TreeBlocks.apply(q, k, v, found, scores), found.order, no_padding, len(q_UHC))
+    no_padding = order[:0]
+    q, k, v = (ToTokens.apply(x, order, no_padding) for x in qkv)
+    return ToRows.apply(TreeBlocks.apply(q, k, v, depth_first, scores), order, no_padding, len(q_UHC))
 
 
 def tree_rectangles(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
@@ -365,8 +372,8 @@ def tree_rectangles(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor
         if len(earlier[0]):
             # The keys and values before the nodes, `[n * before, G, C]`.
             k, v = (
-                torch.cat([part.unflatten(0, (rectangle.num_sequences, -1)).transpose(1, 2), own], dim=2)
-                for part, own in zip(earlier, (k, v), strict=True)
+                torch.cat([before.unflatten(0, (rectangle.num_sequences, -1)).transpose(1, 2), x], dim=2)
+                for before, x in zip(earlier, (k, v), strict=True)
             )
         mask = visible_mask(q.shape[2], k.shape[2], tree.window, q.device)
         outs.append(attend(q, k, v, scores, mask))
@@ -395,15 +402,16 @@ class TreeBlocks(torch.autograd.Function):
             out_UHC[node], lse_UH[node] = out[0].transpose(0, 1), lse[0].transpose(0, 1)
         for gathered in tree.gathered:
             rows, parts = [_to_rows(x, gathered) for x in qkv], []
-            for one, mask in zip(gathered.layout.rectangles, gathered.masks, strict=True):
-                is_causal, options = _options(scores, q_UHC.dtype, mask, one.length)
-                parts.append(_FORWARD(*(one.heads_first(x[one.rows]) for x in rows), 0.0, is_causal, **options))
-            for total, own in zip((out_UHC, lse_UH), zip(*parts, strict=True), strict=True):
-                _from_rows(total, own, gathered)
+            for rectangle, mask in zip(gathered.layout.rectangles, gathered.masks, strict=True):
+                is_causal, options = _options(scores, q_UHC.dtype, mask, rectangle.length)
+                states = (rectangle.heads_first(x[rectangle.rows]) for x in rows)
+                parts.append(_FORWARD(*states, 0.0, is_causal, **options))
+            for total, of_rectangles in zip((out_UHC, lse_UH), zip(*parts, strict=True), strict=True):
+                _from_rows(total, of_rectangles, gathered)
         for queries, keys, mask, is_blind in tree.blocks:
             _, options = _options(scores, q_UHC.dtype, mask)
-            own = (_heads_first(x) for x in (q_UHC[queries], k_UGC[keys], v_UGC[keys]))
-            out, lse = _FORWARD(*own, 0.0, False, **options)
+            states = map(_heads_first, (q_UHC[queries], k_UGC[keys], v_UGC[keys]))
+            out, lse = _FORWARD(*states, 0.0, False, **options)
             if is_blind is not None:
                 # Torch returns 0 for a query that sees nothing, which would be a key of score 0.
                 lse = lse.masked_fill(is_blind, -math.inf)
@@ -431,17 +439,17 @@ class TreeBlocks(torch.autograd.Function):
         for gathered in tree.gathered:
             parts = []
             *rows, lse_PH = (_to_rows(x, gathered) for x in saved)
-            for one, mask in zip(gathered.layout.rectangles, gathered.masks, strict=True):
-                is_causal, options = _options(scores, q.dtype, mask, one.length)
-                states = (one.heads_first(x[one.rows]) for x in rows)
-                own_lse = lse_PH[one.rows].view(one.num_sequences, one.length, -1).transpose(1, 2)
-                parts.append(_BACKWARD(*states, own_lse, 0.0, is_causal, **options))
-            for total, own in zip(grads, zip(*parts, strict=True), strict=True):
-                _from_rows(total, own, gathered)
+            for rectangle, mask in zip(gathered.layout.rectangles, gathered.masks, strict=True):
+                is_causal, options = _options(scores, q.dtype, mask, rectangle.length)
+                states = (rectangle.heads_first(x[rectangle.rows]) for x in rows)
+                lse_nHL = lse_PH[rectangle.rows].view(rectangle.num_sequences, rectangle.length, -1).transpose(1, 2)
+                parts.append(_BACKWARD(*states, lse_nHL, 0.0, is_causal, **options))
+            for total, of_rectangles in zip(grads, zip(*parts, strict=True), strict=True):
+                _from_rows(total, of_rectangles, gathered)
         for queries, keys, mask, _ in tree.blocks:
             _, options = _options(scores, q.dtype, mask)
-            own = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
-            parts = _BACKWARD(*map(_heads_first, own), 0.0, False, **options)
+            states = map(_heads_first, (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]))
+            parts = _BACKWARD(*states, 0.0, False, **options)
             for total, place, part in zip(grads, (queries, keys, keys), parts, strict=True):
                 total[place] += part[0].transpose(0, 1)
         return (*grads, None, None)
@@ -476,9 +484,9 @@ def _to_rows(x_U: torch.Tensor, gathered: Gathered) -> torch.Tensor:
 def _from_rows(total_U: torch.Tensor, parts: Sequence[torch.Tensor], gathered: Gathered) -> None:
     """Put what calls have given for the rectangles, `[n, H, L, ...]`, into its places of a stream."""
     rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
-    found_P = torch.cat(rows) if len(rows) > 1 else rows[0]
-    found_U = found_P.index_select(0, gathered.layout.row_of_token)
-    total_U.index_copy_(0, gathered.places, found_U.to(total_U.dtype))
+    x_P = torch.cat(rows) if len(rows) > 1 else rows[0]
+    x_T = x_P.index_select(0, gathered.layout.row_of_token)
+    total_U.index_copy_(0, gathered.places, x_T.to(total_U.dtype))
 
 
 def _heads_first(x_LH: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.modeling.attention import packed
-from peft_mux.modeling.attention.scores import visible_mask
+from peft_mux.modeling.attention.rows import visible_mask
 from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peft_mux.data.packing.prefixes import PrefixTree, build_prefix_tree
 from peft_mux.modeling.attention import prefix_tree as attention
 from peft_mux.modeling.attention.prefix_tree import TreeLayouts, tree_attention, tree_varlen
-from peft_mux.modeling.attention.scores import Scores
+from peft_mux.modeling.attention.rows import Scores
 from tests.modeling.attention.kernel_cases import one_call
 from tests.modeling.attention.test_packed import alone
 
