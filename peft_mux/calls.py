@@ -32,7 +32,7 @@ from peft_mux.checkpoint.task_state import GRADIENTS, TaskState, join_state, spl
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
-from peft_mux.engine.executor import first_line, is_out_of_memory
+from peft_mux.engine.memory_shortage import first_line, is_out_of_memory
 from peft_mux.engine.tasks.optimizer import TaskOptimizer, count_joint_steps, gradient_norms
 from peft_mux.errors import (
     ConfigError,

@@ -262,10 +262,10 @@ def _host_times() -> Iterator[list[float]]:
 
     plain, seconds = Executor.run, []
 
-    def timed(executor: Executor, work: Any) -> Any:
+    def timed(executor: Executor, *args: Any) -> Any:
         started = time.perf_counter()
         try:
-            return plain(executor, work)
+            return plain(executor, *args)
         finally:
             seconds.append(time.perf_counter() - started)
 

@@ -60,18 +60,6 @@ UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tens
 RunChain = Callable[[Sequence[MuxBatch]], list[MuxOutput]]
 """Runs all forwards of a chain, then all its backwards; returns the output of each micro-batch."""
 
-_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device, or the machine, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
 
 class ChainRunner:
     """Runs the chains of a step one after another; subclasses run them in other ways.
@@ -120,8 +108,6 @@ class Executor(Prepasses):
         device: device of the model.
         runner: runs the chains of a step.
         clock: times the passes of a step.
-        shortage: why a pass of the last step found no memory, if the step was finished nevertheless
-            (`finishes_steps`); else "".
         most_steps: number of steps that `run_window` can take at once.
     """
 
@@ -139,15 +125,6 @@ class Executor(Prepasses):
         self.sync = sync or GradientSync(model, Processes())
         self.runner = runner or ChainRunner()
         self.clock = PassClock(self.device)
-        self.shortage = ""
-
-    @property
-    def finishes_steps(self) -> bool:
-        """Whether a step without memory for a pass takes part in all sums of the step, so that no process waits.
-
-        That is so with data parallelism, where passes themselves do not communicate.
-        """
-        return not (self.sync.processes.is_alone or self.sync.is_deferred or self.sync.holds_parts)
 
     def follow(self, plan: Plan) -> None:
         """Follow another plan from the next step on; on one stage the work of a step holds almost all of it."""
@@ -171,11 +148,16 @@ class Executor(Prepasses):
         """Take several steps without a pause between them, where `gains_by_windows` is true."""
         raise NotImplementedError
 
-    def run(self, work: StepWork) -> StepResult:
+    def run(self, work: StepWork, tolerating: AbstractContextManager[object] | None = None) -> StepResult:
         """Compute the loss of every task over all processes, and add its gradients to the parameters that lie here.
 
         A task's loss does not depend on how its global batch was split, as each part is already divided by the number
         of targets of the whole.
+
+        Args:
+            work: the micro-batches of this process.
+            tolerating: the context of the passes. If it suppresses an error, the passes that are left are skipped, and
+                this process still takes part in the sums of the step (`peft_mux.engine.memory_shortage`).
 
         Raises:
             ConfigError: if gradients are switched off.
@@ -185,17 +167,11 @@ class Executor(Prepasses):
         self.sync.begin(work)
         self.clock.start_step()
         sums = StepSums(self.model, work.tasks, self.device)
-        self.shortage = ""
-        try:
-            with self.model.unchanging_weights(work.tasks):
-                for micro_batch, output in self.runner.run_chains(chains_of(micro_batches), self.run_chain, self.clock):
-                    sums.add(output)
-                    # At once, so that the sum of a complete task hides behind the passes that are left.
-                    self.sync.after_backward(micro_batch)
-        except (RuntimeError, MemoryError) as error:
-            if not self.finishes_steps or not is_out_of_memory(error):
-                raise
-            self.shortage = first_line(error)
+        with tolerating or nullcontext(), self.model.unchanging_weights(work.tasks):
+            for micro_batch, output in self.runner.run_chains(chains_of(micro_batches), self.run_chain, self.clock):
+                sums.add(output)
+                # At once, so that the sum of a complete task hides behind the passes that are left.
+                self.sync.after_backward(micro_batch)
         failures = self.model.objectives.take_failures()
         return self.sync.finish(StepResult.of(work, sums, loss_failures=failures))
 

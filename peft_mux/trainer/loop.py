@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 import time
@@ -26,10 +25,10 @@ from accelerate.utils.memory import clear_device_cache
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
 from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
-from peft_mux.engine.executor import ChainRunner, first_line, is_out_of_memory
+from peft_mux.engine.memory_shortage import run_within_memory
 from peft_mux.engine.tasks.active_task import ActiveTask, UpdateOutcome, run_interval
 from peft_mux.engine.work import StepWork
-from peft_mux.errors import ForcedInterrupt, MemoryBudgetError
+from peft_mux.errors import ForcedInterrupt
 from peft_mux.log.callbacks import hears_steps
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.evaluation import TaskEvaluator
@@ -96,30 +95,20 @@ class TrainingLoop:
     def train_step(self, work: StepWork | None = None) -> None:
         """Take one step of every running task: the rows of its batch, forward and backward, its optimizer step.
 
-        If the device has no memory for a pass, the step is taken again: first without CUDA graphs, if there are any,
-        then in passes of half the tokens. Later steps do the same. A task's step does not depend on how its rows were
-        cut into passes, so only time is lost. With data parallelism all processes finish the sums of the step, discard
-        them, and take it again together. Elsewhere passes communicate, and the error is raised.
-
         Args:
             work: the micro-batches of the step; by default they are read now.
         """
         run = self._run
         started = time.perf_counter()
-        work, executor = work or self._plans.next_works()[0], self._placement.executor
-        while True:
-            try:
-                result = executor.run(work)
-                reason = executor.shortage
-            except (RuntimeError, MemoryError) as error:
-                if not run.processes.is_alone or not is_out_of_memory(error):
-                    raise
-                reason = first_line(error)
-            # After the block: the traceback of the error holds the activations of the pass.
-            again = self._step_in_less_memory(work, reason)
-            if again is None:
-                break
-            work, started = again, time.perf_counter()
+        result, lost_s = run_within_memory(
+            self._placement.executor,
+            work or self._plans.next_works()[0],
+            run.table,
+            smaller_work=self._plans.smaller_work,
+            cuts_rows=run.args.split_long_sequences,
+            say=run.log.say,
+            record=run.log.event,
+        )
         self._call_all("on_pre_optimizer_step", result.losses)
         if self._placement.part.has_keepers:  # keepers send weights, so all processes must step the same tasks
             self._apply_endings(self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False)[0])
@@ -129,7 +118,7 @@ class TrainingLoop:
         run.is_updating = True
         self._placement.part.apply(run.table, result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
-        self._plans.record_step(result, time.perf_counter() - started)
+        self._plans.record_step(result, time.perf_counter() - started - lost_s)
         run.state.global_step += 1
         run.is_updating = False
         self.num_stream_tokens += result.num_stream_tokens
@@ -144,63 +133,6 @@ class TrainingLoop:
                 own.state.global_step = own.step - (event == "on_optimizer_step")
                 self._run.log.callbacks[own.name].call(event)
                 own.state.global_step = own.step
-
-    def _step_in_less_memory(self, work: StepWork, reason: str) -> StepWork | None:
-        """Return the step that is tried next, the same on all processes; `None` if every pass had the memory it needs.
-
-        It is the same step if CUDA graphs are dropped, or has smaller passes.
-
-        Args:
-            work: the step of this process.
-            reason: why a pass of this process found no memory; "" if none did.
-
-        Raises:
-            MemoryBudgetError: if there is no memory for a pass of a single row.
-        """
-        run, processes = self._run, self._run.processes
-        model, executor = self._placement.model, self._placement.executor
-        shortage = None
-        if reason:
-            # By what a pass computes, which its bound counts: tokens that rows share are there once.
-            largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
-            rows = len(largest.row_sequences)
-            shortage = largest.num_computed, rows, largest.task_names[0], largest.num_tokens, reason
-        if executor.finishes_steps and not processes.is_alone:
-            if not any(count for (count,) in processes.exchange([int(shortage is not None)])):
-                return None
-            shortage = max(one for one in processes.gather(shortage) if one is not None)
-        if shortage is None:
-            return None
-        tokens, rows, task, task_tokens, reason = shortage
-        # Drop what the passes have left, whose memory the next attempt needs.
-        for own in run.table:
-            if own.optimizer is not None:
-                own.optimizer.zero_gradients()
-        has_graphs = executor.runner.keeps_memory
-        if has_graphs:
-            executor.runner = ChainRunner()
-        model.stream.key_values.clear()
-        model.objectives.take_failures()
-        gc.collect()
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if has_graphs:
-            run.log.say(f"out of memory ({reason}): the step is taken again, without CUDA graphs from now on")
-            return work
-        if rows < 2 and not run.args.split_long_sequences:
-            raise MemoryBudgetError(
-                f"tasks.{task}: a pass of one row of {task_tokens:,} tokens does not fit "
-                f"into memory ({reason}). Set max_length, gradient_checkpointing=True, bf16=True or "
-                "split_long_sequences=True, or quantise the backbone; then resume with "
-                "train(resume_from_checkpoint=True)."
-            )
-        most = max(1, tokens // 2)
-        run.log.say(
-            f"out of memory in a pass of {tokens:,} tokens ({reason}): the step is taken again, in passes"
-            f" of at most {most:,} from now on"
-        )
-        run.log.event("out_of_memory", tokens=tokens, max_tokens=most, reason=reason)
-        return self._plans.smaller_work(work, most)
 
     def take_window(self, num_steps: int) -> None:
         """Take several steps without flushing the pipeline between them; something is due only at the last one.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -146,13 +146,14 @@ class PipelineExecutor(Executor):
 
     # ------------------------------------------------------------------ steps
 
-    def run(self, work: StepWork) -> StepResult:
+    def run(self, work: StepWork, tolerating: AbstractContextManager[object] | None = None) -> StepResult:
         """Compute the loss of every task and add its gradients to its parameters, on every stage its own.
 
         The sum of a task's gradients over replicas begins when its last backward here is done, while others still run.
 
         Args:
             work: the micro-batches of this process's replica, the same on all of its stages.
+            tolerating: the context of the passes; none may suppress an error, as other stages wait for each pass.
 
         Returns:
             The losses, on every process.
@@ -170,7 +171,8 @@ class PipelineExecutor(Executor):
             # waiting.
             self.sync.begin(work)
             self.clock.start_step()
-            self._execute(self.plan.template, self.plan.slots(micro_batches), [sums])
+            with tolerating or nullcontext():
+                self._execute(self.plan.template, self.plan.slots(micro_batches), [sums])
             # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
             self._share_sums([sums])
             failures = self.model.objectives.take_failures()
