@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from peft_mux.generation.decoding import generate
-    from peft_mux.generation.requests import Completion, GenerationRequest
+    from peft_mux.generation.requests_and_completions import Completion, GenerationRequest
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.modeling.sampling import GenerateOptions, SamplingOptions
     from peft_mux.scheduler.plan_views import Plan
@@ -54,7 +54,7 @@ _NAMES = {
     "adapters.diff_pruning": "DiffPruningConfig",
     "generation.decoding": "generate",
     "modeling.sampling": "GenerateOptions SamplingOptions",
-    "generation.requests": "Completion GenerationRequest",
+    "generation.requests_and_completions": "Completion GenerationRequest",
     "modeling.model": "MultiTaskPeftModel",
     "scheduler.plan_views": "Plan",
     "task": "EarlyStopping MultiTaskTrainerCallback Task TaskStatus",

@@ -46,7 +46,7 @@ from peft_mux.errors import (
     shown,
 )
 from peft_mux.generation.decoding import Row, RunningRows, check_backbone, check_model, checked_row
-from peft_mux.generation.requests import Completion, GenerationRequest
+from peft_mux.generation.requests_and_completions import Completion, GenerationRequest
 from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.backbone.probe import max_positions
@@ -210,11 +210,6 @@ class _Model:
     optimizer: TaskOptimizer
     has_gradients: bool = False
 
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """The flat buffers of its gradients."""
-        return self.optimizer.gradients
-
 
 class Calls:
     """Models on one backbone, and the calls that they share passes in; one thread owns it.
@@ -273,7 +268,7 @@ class Calls:
         self._most_tokens, self._num_fitting = (piece_tokens, pass_tokens), 0
         self._models: dict[str, _Model] = {}
         self._unfinished: dict[str, _Unfinished] = {}
-        self._alone: set[str] = set()
+        self._isolated: set[str] = set()
         self._collator = ChunkPackingCollator()
 
     # ------------------------------------------------------------------ models
@@ -314,7 +309,7 @@ class Calls:
         """Remove a model, its unfinished call included; a `ConfigError` if it is not open."""
         self._model(name)
         self._unfinished.pop(name, None)
-        self._alone.discard(name)
+        self._isolated.discard(name)
         self.model.remove_tasks([name])
         del self._models[name]
 
@@ -373,10 +368,18 @@ class Calls:
         """Return a call that can be computed; raise `ConfigError` or `DataError` for any other."""
         model = self._model(call.model, "another one")
         raise_faults(list(self._row_faults(call)), DataError)
-        batch = TaskBatch(
-            call.model, 0, 0, sequences := tuple(map(_sequence, call.examples)), trie=prefix_trie(sequences)
-        )
-        before = [gradient.clone() for gradient in model.gradients] if call.backward and model.has_gradients else None
+        sequences = []
+        for example in call.examples:
+            tokens, targets = (np.asarray(ids, dtype=np.int64) for ids in (example.tokens, example.targets))
+            columns = {name: np.asarray(values, dtype=np.float32) for name, values in example.columns.items()}
+            if targets.ndim == 2:
+                columns |= {_TARGET_IDS: targets}
+                targets = targets[:, 0]
+            sequences.append(TokenSequence(tokens, targets, 0, token_columns=columns, labels_itself=True))
+        batch = TaskBatch(call.model, 0, 0, tuple(sequences), trie=prefix_trie(sequences))
+        before = None
+        if call.backward and model.has_gradients:
+            before = [gradient.clone() for gradient in model.optimizer.gradients]
         return _Unfinished(call, batch, self._cut(batch), before)
 
     def _row_faults(self, call: Call) -> Iterator[Fault]:
@@ -433,7 +436,7 @@ class Calls:
         for name in names:
             ongoing = self._unfinished[name]
             size = sum(len(ongoing.batch.sequences[row]) for row in ongoing.pieces[0])
-            is_apart = not self._alone.isdisjoint((name, *chosen))
+            is_apart = not self._isolated.isdisjoint((name, *chosen))
             if not chosen or (num_tokens + size <= self.pass_tokens and not is_apart):
                 chosen.append(name)
                 num_tokens += size
@@ -457,12 +460,12 @@ class Calls:
         elif fault and len(order) == 1:
             results = {order[0]: CallFailure(f"the pass raises {fault}", is_callers=False)}
         elif fault:  # one of the calls is the cause, so each has its next passes to itself
-            self._alone.update(order)
+            self._isolated.update(order)
             self._begin_again(order)
             results = {}
         for name in results:
             ended = self._unfinished.pop(name)
-            self._alone.discard(name)
+            self._isolated.discard(name)
             if ended.call.backward and isinstance(results[name], CallResult):
                 self._models[name].has_gradients = True
             elif ended.call.backward:
@@ -508,17 +511,22 @@ class Calls:
             if name in results:
                 continue
             ongoing.loss += float(figures[name][0])
-            values = _logprobs(outputs).detach().cpu().numpy()
+            logprobs = outputs.logprobs_M if outputs.word_logprobs_MK is None else outputs.word_logprobs_MK
             ends = np.cumsum(outputs.sequence_counts)[:-1]
-            ongoing.logprobs.update(zip(_rows(on_host, index, ongoing.batch), np.split(values, ends), strict=True))
+            # Numbers of the rows of the call, by where each of them begins, in the order of the stream.
+            first, last = on_host.sequence_offsets[index : index + 2]
+            places = on_host.token_places[on_host.cu_seqlens[first:last].long()]
+            rows = np.searchsorted(np.cumsum([0, *map(len, ongoing.batch.sequences)]), places.numpy()).tolist()
+            ongoing.logprobs.update(zip(rows, np.split(logprobs.detach().cpu().numpy(), ends), strict=True))
             ongoing.pieces.pop(0)
             if ongoing.pieces:
                 continue
-            if backward and not all(bool(gradient.isfinite().all()) for gradient in self._models[name].gradients):
+            of_weights = self._models[name].optimizer.gradients if backward else []
+            if not all(bool(gradient.isfinite().all()) for gradient in of_weights):
                 results[name] = CallFailure("the gradient of the weights is not finite", is_callers=True)
             else:
-                logprobs = tuple(ongoing.logprobs[row] for row in range(len(ongoing.call.examples)))
-                results[name] = CallResult(ongoing.loss, logprobs)
+                by_row = tuple(ongoing.logprobs[row] for row in range(len(ongoing.call.examples)))
+                results[name] = CallResult(ongoing.loss, by_row)
         return results
 
     def _laid_out(self, running: Sequence[_Unfinished]) -> MuxBatch:
@@ -560,7 +568,7 @@ class Calls:
         if ongoing.before is None:
             self._models[name].optimizer.zero_gradients()
         else:
-            torch._foreach_copy_(self._models[name].gradients, ongoing.before)
+            torch._foreach_copy_(self._models[name].optimizer.gradients, ongoing.before)
 
     def _in_less_memory(
         self, names: Sequence[str], num_tokens: int, reason: str
@@ -812,36 +820,6 @@ def _column_fault(where: str, num_tokens: int, columns: Mapping[str, Any]) -> Fa
         if not np.isfinite(numbers).all():
             return Fault(at, shown(np.asarray(values).tolist()), "finite numbers")
     return None
-
-
-def _sequence(example: Example) -> TokenSequence:
-    """Return an example as a row of a batch."""
-    targets = np.asarray(example.targets, dtype=np.int64)
-    columns = {name: np.asarray(values, dtype=np.float32) for name, values in example.columns.items()}
-    if targets.ndim == 2:
-        columns |= {_TARGET_IDS: targets}
-        targets = targets[:, 0]
-    tokens = np.asarray(example.tokens, dtype=np.int64)
-    return TokenSequence(tokens, targets, 0, token_columns=columns, labels_itself=True)
-
-
-def _rows(micro_batch: MuxBatch, index: int, batch: TaskBatch) -> list[int]:
-    """Return the numbers of the rows of a task, in the order of the stream.
-
-    Args:
-        micro_batch: the pass, on the host.
-        index: number of the task in the pass.
-        batch: all rows of the call.
-    """
-    starts = np.cumsum([0, *map(len, batch.sequences)])
-    first, last = micro_batch.sequence_offsets[index : index + 2]
-    places = micro_batch.token_places[micro_batch.cu_seqlens[first:last].long()]
-    return np.searchsorted(starts, places.numpy()).tolist()
-
-
-def _logprobs(outputs: TokenOutputs) -> torch.Tensor:
-    """Return the log-probabilities of a model's targets, `[M]` or `[M, K]`."""
-    return outputs.logprobs_M if outputs.word_logprobs_MK is None else outputs.word_logprobs_MK
 
 
 def _loss_and_gradients(

@@ -24,7 +24,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError, Fault, PeftMuxError, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import adapter_names
-from peft_mux.reporting.views import Curve, curve_of, number_text, settings_text
+from peft_mux.reporting.views import Curve, curve_of, number_text, settings_text, table_html
+from peft_mux.scheduler.units import aligned
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -67,7 +68,7 @@ def sweep_tasks(task: Task, grid: Mapping[str, Sequence[Any]]) -> tuple[Contest,
     members, tasks = {}, []
     for number, values in enumerate(product(*grid.values()), start=1):
         settings = dict(zip(grid, values, strict=True))
-        own = {key: value for key, value in settings.items() if not key.startswith(_PEFT)}
+        of_task = {key: value for key, value in settings.items() if not key.startswith(_PEFT)}
         peft = {key.removeprefix(_PEFT): value for key, value in settings.items() if key.startswith(_PEFT)}
         try:
             config = replace(task.peft_config, **peft)
@@ -75,7 +76,7 @@ def sweep_tasks(task: Task, grid: Mapping[str, Sequence[Any]]) -> tuple[Contest,
             given = ", ".join(f"{key}={shown(value)}" for key, value in peft.items())
             raise ConfigError(f"sweep: PEFT refuses {given}: {error}") from error
         name = f"{task.name}-{number:0{digits}}"
-        tasks.append(replace(task, name=name, peft_config=config, **own))
+        tasks.append(replace(task, name=name, peft_config=config, **of_task))
         members[name] = settings
     return Contest(task.name, members), tasks
 
@@ -188,23 +189,21 @@ class SweepResult:
     def _rows(self) -> list[list[str]]:
         """Return the cells of the ranking, the heads first."""
         rows = [["", "task", *self.best.settings, self.metric, "step", "status"]]
-        for number, one in enumerate(self.ranking, start=1):
-            settings = [f"{value:g}" if isinstance(value, float) else str(value) for value in one.settings.values()]
-            step = f"{one.step}/{one.num_steps}"
-            rows.append([str(number), one.name, *settings, number_text(one.value), step, one.status])
+        for number, task in enumerate(self.ranking, start=1):
+            settings = [f"{value:g}" if isinstance(value, float) else str(value) for value in task.settings.values()]
+            step = f"{task.step}/{task.num_steps}"
+            rows.append([str(number), task.name, *settings, number_text(task.value), step, task.status])
         return rows
 
     def __str__(self) -> str:
         """Return the ranking as a table."""
         rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(own, widths, strict=True)).rstrip() for own in rows]
+        lines = aligned(rows, left=range(len(rows[0])))
         return "\n".join(lines) + (f"\nbest adapter: {self.place}" if self.place else "")
 
     def _repr_html_(self) -> str:
         """Return the ranking as a table of HTML."""
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
-        return f"<b>sweep {escape(self.name)}</b><table>{body}</table>"
+        return f"<b>sweep {escape(self.name)}</b>{table_html(self._rows())}"
 
     def plot(self, path: str | Path) -> Path:
         """Draw the metric of each task over its steps into a PNG, the best one thick.
@@ -222,10 +221,10 @@ class SweepResult:
             raise ConfigError("plots need matplotlib: pip install matplotlib.") from error
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        for number, one in enumerate(self.ranking):
-            if one.curve:
-                label = settings_text(one.settings) if number < 10 else None
-                steps, values = zip(*one.curve, strict=True)
+        for number, task in enumerate(self.ranking):
+            if task.curve:
+                label = settings_text(task.settings) if number < 10 else None
+                steps, values = zip(*task.curve, strict=True)
                 axes.plot(steps, values, "o-", linewidth=3 if number == 0 else 1, markersize=3, label=label)
         axes.set_xlabel("step")
         axes.set_ylabel(self.metric)
@@ -296,7 +295,7 @@ class Referee(TrainerCallback):
             # By the number of the rung: tasks of a contest may have unequal numbers of steps.
             numbers = {run.name: self._rungs[run.name].index(run.step) for run in alive}
             for number in sorted(set(numbers.values())):
-                self._end_losers(contest, number, {name for name, own in numbers.items() if own == number})
+                self._end_losers(contest, number, {name for name, rung in numbers.items() if rung == number})
 
     def _end_losers(self, contest: Contest, number: int, here: set[str]) -> None:
         """End the tasks that lose among those that have come to a rung now."""
@@ -427,7 +426,7 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, prints: bool = Tr
     for contest in referee.contests:
         ranking = referee.ranking(contest)
         if not ranking or (ranking[0].value is None and not trainer.interrupted_by):
-            failed = [one.name for one in ranking if one.status == TaskStatus.FAILED]
+            failed = [task.name for task in ranking if task.status == TaskStatus.FAILED]
             reasons = "; ".join(f"{name}: {trainer.table[name].reason}" for name in failed[:3])
             more = f", and {len(failed) - 3} more" if len(failed) > 3 else ""
             known = f"no task has {referee.metric}. Name a metric of its evaluations."

@@ -161,7 +161,7 @@ def test_no_module_of_the_core_imports_a_wing_and_every_wing_is_there() -> None:
             "serve",
             "numpy torch transformers peft fastapi pydantic uvicorn google zstandard peft_mux.serve peft_mux.calls "
             "peft_mux.errors peft_mux.storage peft_mux.modeling.sampling "
-            "peft_mux.generation.requests",
+            "peft_mux.generation.requests_and_completions",
         ),
     ],
 )

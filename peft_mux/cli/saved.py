@@ -21,7 +21,7 @@ from peft_mux.cli.export import adapters_of
 from peft_mux.data.formats import DataFormat
 from peft_mux.errors import ConfigError, closest, printable
 from peft_mux.generation.decoding import generate as complete
-from peft_mux.generation.requests import GenerationRequest
+from peft_mux.generation.requests_and_completions import GenerationRequest
 from peft_mux.log.lines import window_width, wrapped
 from peft_mux.log.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.task import Task

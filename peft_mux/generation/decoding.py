@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,13 @@ from peft_mux.data.row_cells import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
 from peft_mux.generation.key_value_rows import KeyValueRows
-from peft_mux.generation.requests import Completion, GenerationRequest, Prompt, TopLogprobs, sampling_options
+from peft_mux.generation.requests_and_completions import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    TopLogprobs,
+    sampling_options,
+)
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, language_model
@@ -94,7 +100,18 @@ def generate(
     if not isinstance(max_batch_tokens, int) or max_batch_tokens < 1:
         raise_faults([Fault("max_batch_tokens", shown(max_batch_tokens), "an integer of at least 1")])
     check_model(model, "generate")
-    rows = _rows(model, requests, processing_class, options)
+    num_prompts: Counter[str] = Counter()
+    rows = []
+    for request in requests:
+        task = request.task
+        if task not in model.tasks:
+            hint = closest(task, model.tasks)
+            raise ConfigError(
+                f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(task)}. {hint}".rstrip()
+            )
+        require_words(model, task, f"prompts.{task}")
+        rows.append(checked_row(model, request, task, num_prompts[task], processing_class, options))
+        num_prompts[task] += 1
     with in_mode(model, training=False):
         for batch in _batches(rows, max_batch_tokens):
             running = RunningRows(model, processing_class)
@@ -118,9 +135,9 @@ def _as_requests(prompts: Requests) -> list[GenerationRequest]:
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
         raise ConfigError(f"prompts must be {allowed}, got {shown(prompts)}.")
     requests = list(prompts)
-    wrong = next((item for item in requests if not isinstance(item, GenerationRequest)), None)
-    if wrong is not None:
-        raise ConfigError(f"prompts must be {allowed}, got {shown(wrong)} in the list.")
+    for request in requests:
+        if not isinstance(request, GenerationRequest):
+            raise ConfigError(f"prompts must be {allowed}, got {shown(request)} in the list.")
     return requests
 
 
@@ -178,7 +195,9 @@ class Row:
         prompt_logprobs: how many for each token of the prompt; `None` for no log-probabilities of these.
         tokens: the tokens of the completion so far.
         logprobs: log-probability of each of them.
-        found: further fields of its `Completion`.
+        likeliest: the likeliest tokens at each of them, if they are kept.
+        prompt_token_logprobs: log-probability of each token of the prompt, `None` for the first; empty if not wanted.
+        prompt_likeliest: the likeliest tokens at each token of the prompt, if they are kept.
         finish_reason: why it has ended; empty before.
         generator: the row's own random numbers, if it is drawn.
     """
@@ -192,7 +211,9 @@ class Row:
     prompt_logprobs: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    found: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    likeliest: list[TopLogprobs] = field(default_factory=list)
+    prompt_token_logprobs: list[float | None] = field(default_factory=list)
+    prompt_likeliest: list[TopLogprobs] = field(default_factory=list)
     finish_reason: Any = ""
     generator: torch.Generator | None = None
 
@@ -221,8 +242,8 @@ class Row:
         text = None
         if tokenizer is not None:
             text = tokenizer.decode(self.tokens, skip_special_tokens=True)
-            found = [place for stop in self.options.stop_strings if (place := text.find(stop)) >= 0]
-            text = text[: min(found)] if found else text
+            places = [place for stop in self.options.stop_strings if (place := text.find(stop)) >= 0]
+            text = text[: min(places, default=None)]
         return Completion(
             task=self.task,
             prompt_token_ids=tuple(self.prompt),
@@ -231,31 +252,10 @@ class Row:
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             seed=self.seed,
-            **self.found,
+            top_logprobs=tuple(self.likeliest),
+            prompt_logprobs=tuple(self.prompt_token_logprobs),
+            prompt_top_logprobs=tuple(self.prompt_likeliest),
         )
-
-
-def _rows(
-    model: MultiTaskPeftModel, requests: Sequence[GenerationRequest], tokenizer: Any, default: SamplingOptions
-) -> list[Row]:
-    """Return a row for each request, in the same order, after every check that needs no pass of the model.
-
-    Raises:
-        ConfigError: for tasks that the model does not hold, and options that cannot be used.
-        DataError: naming the task and the number of a prompt that cannot be completed.
-    """
-    places: Counter[str] = Counter()
-    rows = []
-    for request in requests:
-        if request.task not in model.tasks:
-            hint = closest(request.task, model.tasks)
-            raise ConfigError(
-                f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(request.task)}. {hint}".rstrip()
-            )
-        require_words(model, request.task, f"prompts.{request.task}")
-        rows.append(checked_row(model, request, request.task, places[request.task], tokenizer, default))
-        places[request.task] += 1
-    return rows
 
 
 def checked_row(
@@ -451,8 +451,7 @@ def _add_prompt_logprobs(
         batch: the prompts, which the stream reads.
         model: the model.
     """
-    logprobs: list[float | None] = [None]
-    tops: list[TopLogprobs] = [()]
+    row.prompt_token_logprobs, row.prompt_likeliest = [None], [()]
     vocab_size, first = model.backbone.config.get_text_config().vocab_size, end - len(row.prompt)
     step = block_rows(vocab_size, hidden_TD.device.type)
     for start in range(first, end - 1, step):
@@ -462,9 +461,8 @@ def _add_prompt_logprobs(
             logits_MV = head_logits(model.backbone, hidden_TD[start:stop])
         norms_M = torch.logsumexp(logits_MV, dim=-1)
         targets_M = batch.input_ids[0, start + 1 : stop + 1]
-        logprobs += (logits_MV.gather(1, targets_M[:, None])[:, 0] - norms_M).tolist()
-        tops += _likeliest(logits_MV, norms_M, row.prompt_logprobs or 0)
-    row.found |= {"prompt_logprobs": tuple(logprobs), "prompt_top_logprobs": tuple(tops)}
+        row.prompt_token_logprobs += (logits_MV.gather(1, targets_M[:, None])[:, 0] - norms_M).tolist()
+        row.prompt_likeliest += _likeliest(logits_MV, norms_M, row.prompt_logprobs or 0)
 
 
 def _likeliest(logits_MV: torch.Tensor, norms_M: torch.Tensor, count: int) -> list[TopLogprobs]:
@@ -487,10 +485,10 @@ class Draws:
         self._rows, self._device = rows, device
         groups: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
-            own = row.options
-            filters = own.do_sample, own.repetition_penalty, own.temperature, own.top_k, own.top_p, own.min_p
-            groups.setdefault(filters, []).append(number)
-            if own.do_sample and row.generator is None:
+            options = row.options
+            penalty, filters = options.repetition_penalty, (options.top_k, options.top_p, options.min_p)
+            groups.setdefault((options.do_sample, penalty, options.temperature, *filters), []).append(number)
+            if options.do_sample and row.generator is None:
                 row.generator = torch.Generator(device).manual_seed(row.seed)
         self._groups = [(numbers, _processors(rows[numbers[0]].options)) for numbers in groups.values()]
 
@@ -514,41 +512,40 @@ class Draws:
             rows, scores_nV = [self._rows[number] for number in live], logits_BV[live]
             if processors:
                 # Shorter rows repeat their first token, which no processor counts.
-                so_far = [row.prompt + row.tokens for row in rows]
-                length = max(map(len, so_far))
-                ids: Any = torch.tensor([[own[0]] * (length - len(own)) + own for own in so_far], device=self._device)
-                scores_nV = processors(ids, scores_nV)
+                sequences = [row.prompt + row.tokens for row in rows]
+                length = max(map(len, sequences))
+                padded = [tokens[:1] * (length - len(tokens)) + tokens for tokens in sequences]
+                scores_nV = processors(torch.tensor(padded, device=self._device), scores_nV)
             if not does_sample:
                 tokens_B[live] = scores_nV.argmax(dim=-1)
                 continue
             probabilities_nV = torch.softmax(scores_nV, dim=-1)
             # Row by row, as `PeftModel.generate` would for each alone: one generator for all would mix their draws.
             pairs = zip(probabilities_nV, rows, strict=True)
-            tokens_B[live] = torch.cat([torch.multinomial(own, 1, generator=row.generator) for own, row in pairs])
+            draws = [torch.multinomial(probabilities_V, 1, generator=row.generator) for probabilities_V, row in pairs]
+            tokens_B[live] = torch.cat(draws)
         logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - norms_B
         for number, row in enumerate(self._rows):
             if row.top_logprobs:
-                own = slice(number, number + 1)
-                tops = _likeliest(logits_BV[own], norms_B[own], row.top_logprobs)
-                row.found["top_logprobs"] = (*row.found.get("top_logprobs", ()), *tops)
+                row.likeliest += _likeliest(logits_BV[[number]], norms_B[[number]], row.top_logprobs)
         return tokens_B.tolist(), logprobs_B.tolist(), are_finite
 
 
 def _processors(options: SamplingOptions) -> LogitsProcessorList:
     """Return the logits processors of a row; those without effect are left out, as in transformers."""
-    found: list[Any] = []
+    processors: list[Any] = []
     if options.repetition_penalty != 1.0:
-        found.append(RepetitionPenaltyLogitsProcessor(penalty=float(options.repetition_penalty)))
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(options.repetition_penalty)))
     if options.do_sample:
         if options.temperature != 1.0:
-            found.append(TemperatureLogitsWarper(float(options.temperature)))
+            processors.append(TemperatureLogitsWarper(float(options.temperature)))
         if options.top_k:
-            found.append(TopKLogitsWarper(top_k=options.top_k))
+            processors.append(TopKLogitsWarper(top_k=options.top_k))
         if options.top_p < 1.0:
-            found.append(TopPLogitsWarper(top_p=float(options.top_p)))
+            processors.append(TopPLogitsWarper(top_p=float(options.top_p)))
         if options.min_p > 0.0:
-            found.append(MinPLogitsWarper(min_p=float(options.min_p)))
-    return LogitsProcessorList(found)
+            processors.append(MinPLogitsWarper(min_p=float(options.min_p)))
+    return LogitsProcessorList(processors)
 
 
 def _stream(tasks: Sequence[str], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> MuxBatch:
@@ -559,14 +556,16 @@ def _stream(tasks: Sequence[str], tokens: Sequence[Sequence[int]], starts: Seque
         tokens: tokens of each sequence.
         starts: position of the first token of each.
     """
-    counts = {name: len(list(own)) for name, own in groupby(tasks)}
+    counts = Counter(tasks)  # in the order of the tasks
     names, sequence_offsets = tuple(counts), (0, *accumulate(counts.values()))
     lengths = torch.tensor([0, *map(len, tokens)], dtype=torch.int32)
     bounds = lengths.cumsum(0, dtype=torch.int32)
     num_tokens = int(bounds[-1])
-    positions = [start + place for start, own in zip(starts, tokens, strict=True) for place in range(len(own))]
+    positions: list[int] = []
+    for start, sequence in zip(starts, tokens, strict=True):
+        positions += range(start, start + len(sequence))
     return MuxBatch(
-        input_ids=torch.tensor([[token for own in tokens for token in own]]),
+        input_ids=torch.tensor([list(chain.from_iterable(tokens))]),
         position_ids=torch.tensor([positions]),
         labels=torch.full((1, num_tokens), IGNORE_INDEX),
         target_rows=torch.empty(0, dtype=torch.int64),

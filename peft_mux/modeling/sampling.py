@@ -137,7 +137,7 @@ class SamplingOptions(KnownSettings):
 
 def _are_tokens(ids: Any) -> bool:
     """Whether a value is a list of at least one token id."""
-    return isinstance(ids, (list, tuple)) and bool(ids) and all(is_integer(one, 0, MOST_TOKENS) for one in ids)
+    return isinstance(ids, (list, tuple)) and bool(ids) and all(is_integer(token, 0, MOST_TOKENS) for token in ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,9 +22,9 @@ from rich.theme import Theme
 
 from peft_mux.errors import ConfigError, printable
 from peft_mux.log.lines import counted, time_text
-from peft_mux.reporting.report import RunReport, status_word
+from peft_mux.reporting.run_report import RunReport, status_word
 from peft_mux.reporting.table import RunTable
-from peft_mux.reporting.views import RunView, TaskView, number_text, shortened
+from peft_mux.reporting.views import RunView, TaskView, number_text, shortened, table_html
 from peft_mux.scheduler.drawing import PALETTE, legend, new_figure, rounded_ticks
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.plan_views import MeasuredStep, memory_html, timeline_html
@@ -260,9 +260,7 @@ def _metrics_html(view: RunView) -> str:
         for task, both in curves:
             if any(both):
                 rows.append([name, task.title, *(f"{points[-1][1]:.4g}" if points else "-" for points in both)])
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    table = f"<tr>{cells[0].replace('td>', 'th>')}</tr>{''.join(f'<tr>{row}</tr>' for row in cells[1:])}"
-    table = f'<details><summary>last values</summary><div class="wide"><table>{table}</table></div></details>'
+    table = f'<details><summary>last values</summary><div class="wide">{table_html(rows)}</div></details>'
     return f"<div>{''.join(charts)}</div>{_line_legend(tasks[:_MOST_LINES])}{table}" if tasks else ""
 
 
@@ -303,16 +301,14 @@ def page_html(
         "Measured is the peak of the memory allocated on the GPU; on the host, the weights and what a process took "
         "while it trained, because plans do not count Python and its libraries."
     )
-    version_rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in versions.items()
-    )
+    version_rows = [["name", "version"], *([name, str(value)] for name, value in versions.items())]
     sections = [
         ("Tasks", report._repr_html_()),
         ("Losses", losses),
         ("Metrics", _metrics_html(view)),
         ("A step, planned and measured", timeline_html(plan, steps)),
         ("Memory, planned and measured", "" if plan is None else memory_html(plan, measured, of_measured)),
-        ("Versions and devices", f'<div class="wide"><table>{version_rows}</table></div>'),
+        ("Versions and devices", f'<div class="wide">{table_html(version_rows)}</div>'),
         (
             "Configuration",
             "".join(

@@ -22,7 +22,7 @@ from peft_mux.log.recorders import PassReport, pass_lines, shared_tokens
 from peft_mux.planning.plan_follower import PlanFollower
 from peft_mux.reporting.hub import write_task_files
 from peft_mux.reporting.page import page_html, plot_losses
-from peft_mux.reporting.report import RankRecord, ReportRow, RunReport, banner_lines, next_lines, report_row
+from peft_mux.reporting.run_report import RankRecord, ReportRow, RunReport, banner_lines, next_lines, report_row
 from peft_mux.reporting.views import RunView, interrupted, metrics_of, view_of, view_of_records
 from peft_mux.scheduler.plan_views import MeasuredStep
 from peft_mux.storage import keeper_of, write_file

@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft_mux.log.recorders import RunTimes
@@ -85,6 +86,13 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 def share_text(share: float | None) -> str:
     """Return a share of a whole, from 0 to 1, in percent; "-" for none."""
     return "-" if share is None else f"{share:.0%}"
+
+
+def table_html(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as a table of HTML, below the heads in the first row."""
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines[1:])
+    return f"<table><tr>{lines[0].replace('td>', 'th>')}</tr>{body}</table>"
 
 
 def curve_of(records: Iterable[Any], key: str) -> Curve:
@@ -406,7 +414,7 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
         step = max((step for step in reached[name] if isinstance(step, int)), default=0)
         status = str(ends[-1].get("status")) if ends else "running" if task_records else "waiting"
         token_counts = [record.get("num_tokens") for record in task_records if record["event"] in ("train", "eval")]
-        tokens[name] = next((one for one in reversed(token_counts) if isinstance(one, int) and one >= 0), 0)
+        tokens[name] = next((count for count in reversed(token_counts) if isinstance(count, int) and count >= 0), 0)
         samples: list[_Sample] = []
         for record in task_records:
             if record["event"] in ("data", "status"):
@@ -417,7 +425,8 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
         rates: dict[str, Any] = {}
         if status == "running" and len(samples) > 1:
             last = samples[-1]
-            first = next((one for one in samples[:-1] if last.seconds - one.seconds <= _WINDOW_S), samples[-2])
+            recent = (sample for sample in samples[:-1] if last.seconds - sample.seconds <= _WINDOW_S)
+            first = next(recent, samples[-2])
             rates = _rates(first, last, num_steps.get(name, step))
         tasks.append(
             TaskView(
@@ -430,8 +439,8 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 eval_loss=held_out[-1][1] if held_out else None,
                 losses=losses,
                 eval_losses=held_out,
-                loss_kind=next((str(one["loss_kind"]) for one in task_records if one.get("loss_kind")), ""),
-                settings=next((str(one["settings"]) for one in task_records if one.get("settings")), ""),
+                loss_kind=next((str(record["loss_kind"]) for record in task_records if record.get("loss_kind")), ""),
+                settings=next((str(record["settings"]) for record in task_records if record.get("settings")), ""),
                 **rates,
             )
         )

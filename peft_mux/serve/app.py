@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import shutil
 import tarfile
 import tempfile
 import time
@@ -22,7 +23,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Response
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,8 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_mux.calls import Calls
 from peft_mux.errors import ConfigError, DataError, PeftMuxError, shown
-from peft_mux.serve.checkpoints import KINDS, ModelConfig, check_name, check_ttl, delete_folder, modules_of, split_path
-from peft_mux.serve.engine import Engine, Settings, read_adam, read_training_call
+from peft_mux.serve.checkpoints import KINDS, ModelConfig, check_name, check_ttl, modules_of, split_path
+from peft_mux.serve.engine import Engine, Settings, read_adam, training_call
 from peft_mux.serve.keys import Key, UnknownKeyError, find_key
 from peft_mux.serve.ledger import (
     DONE,
@@ -40,14 +42,13 @@ from peft_mux.serve.ledger import (
     QUEUED,
     ConflictError,
     Ledger,
-    NewRequest,
+    Request,
     StoreError,
     UnknownIdError,
     add_request,
     digest,
     finish_request,
 )
-from peft_mux.serve.models import Request as EngineRequest
 from peft_mux.serve.wire import MAX_BODY_BYTES, BodyError, decompressed, read_training_request
 from peft_mux.storage import FolderLock
 
@@ -64,12 +65,8 @@ _IN_PROTOBUF = ("forward_backward", "asample")
 
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of a request, a model or a sampling session, as the ledger can hold it."""
-
-
-class _Open(BaseModel):
-    """A body of which fields that are not known mean nothing."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+Named = Annotated[str, Body(embed=True)]
+"""The only field of a body: the id of what it names. Fields that are not known mean nothing."""
 
 
 class _Body(BaseModel):
@@ -171,38 +168,7 @@ class Sample(_Body):
     type: str = "sample"
 
 
-class ModelId(_Open):
-    """A body that names a model."""
-
-    model_id: str
-
-
-class SessionId(_Open):
-    """A body that names a session."""
-
-    session_id: str
-
-
-class RequestId(_Open):
-    """A body that names a request."""
-
-    request_id: str
-    allow_metadata_only: bool = False
-
-
-class TinkerPath(_Open):
-    """A body that names a checkpoint."""
-
-    tinker_path: str
-
-
-class Ttl(_Open):
-    """A new time to live."""
-
-    ttl_seconds: int | None = None
-
-
-async def _tenant(http: Request) -> Key:
+async def _tenant(http: HttpRequest) -> Key:
     """Return the tenant of a request's key."""
     given = http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
     service: Service = http.app.state.service
@@ -215,6 +181,14 @@ Offset = Annotated[int, Query(ge=0)]
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 
+async def _saved(model_id: str, kind: Kind, name: str, http: HttpRequest, key: Tenant) -> Any:
+    """Return the row of the checkpoint that a route is about."""
+    return http.app.state.service.ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
+
+
+Saved = Annotated[Any, Depends(_saved)]
+
+
 def _iso(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
@@ -223,28 +197,23 @@ class Service:
     """The state that the routes share: the ledger, the engine, and who waits for which result.
 
     Args:
-        ledger: the ledger of the store.
-        store: folder of the service.
-        engine: made by `engine_of(notify)`.
+        engine: the engine, which has the ledger and the store.
         model: what the operator gave as the model, which clients load the tokenizer from.
         development_key: a key in addition to those of the store.
-        on_failure: called when the engine has failed.
+
+    Attributes:
+        names: names of the model for clients.
+        server: ends when the engine has failed.
+        loop: the event loop of the routes.
+        waiting: events of the polls that wait for a result, by the id of its request.
+        links: of each link the file or folder that it leads to, and until when it is valid.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: Path,
-        engine_of: Callable[[Callable[[list[str]], None]], Engine],
-        *,
-        model: str,
-        names: tuple[str, ...],
-        development_key: str | None = None,
-        on_failure: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.ledger, self.store, self.model, self.names = ledger, store, model, names
-        self.development_key, self._on_failure = development_key, on_failure
-        self.engine = engine_of(self._notify)
+    def __init__(self, engine: Engine, *, model: str, development_key: str | None = None) -> None:
+        self.engine, self.ledger, self.store = engine, engine.ledger, engine.store
+        self.names, self.model, self.development_key = engine.settings.served_names, model, development_key
+        engine.notify = self._notify
+        self.server: uvicorn.Server | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.waiting: dict[str, set[asyncio.Event]] = {}
         self.links: dict[str, tuple[Path, float]] = {}
@@ -252,39 +221,36 @@ class Service:
 
     def _notify(self, ids: list[str]) -> None:
         """Wake the polls of some requests, from any thread; an empty list means that the engine has failed."""
-        if not ids:
-            self._on_failure()
-        if self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._wake, ids)
+        if not ids and self.server is not None:
+            self.server.should_exit = True
 
-    def _wake(self, ids: list[str]) -> None:
-        for name in ids:
-            for event in self.waiting.get(name, ()):
-                event.set()
+        def wake() -> None:
+            for request_id in ids:
+                for event in self.waiting.get(request_id, ()):
+                    event.set()
+
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(wake)
 
     async def write(self, act: Callable[[Any], Any]) -> Any:
         """Run statements in the next commit of the ledger."""
         return await asyncio.wrap_future(self.ledger.write(act))
 
     async def accept(
-        self, new: NewRequest, payload: Any = None, also: Callable[[Any], None] = lambda connection: None, **more: Any
+        self, request: Request, also: Callable[[Any], None] = lambda connection: None, **more: Any
     ) -> dict[str, Any]:
         """Commit a request, hand it to the engine, and return its future."""
 
         def act(connection: Any) -> tuple[str, bool]:
-            request, is_new = add_request(connection, new)
+            request_id, is_new = add_request(connection, request)
             if is_new:
                 also(connection)
-            return request, is_new
+            return request_id, is_new
 
-        request, is_new = await self.write(act)
+        request.id, is_new = await self.write(act)
         if is_new:
-            self.engine.put(
-                EngineRequest(
-                    request, new.key, new.target, new.seq, new.kind, new.body, payload, new.failure, new.num_tokens
-                )
-            )
-        return {"request_id": request, **more}
+            self.engine.put(request)
+        return {"request_id": request.id, **more}
 
     async def accept_json(
         self,
@@ -303,8 +269,8 @@ class Service:
         except ConfigError as error:
             failure = str(error)
         raw = json.dumps(content, sort_keys=True).encode()
-        new = NewRequest(key.name, row["session"], row["id"], seq, kind, raw, failure=failure)
-        return await self.accept(new, also=also, model_id=row["id"])
+        request = Request(key.name, row["session"], row["id"], seq, kind, raw, failure=failure)
+        return await self.accept(request, also, model_id=row["id"])
 
     def status(self, key: Key) -> dict[str, Any]:
         """Return what the service does, and the tokens of each model: of all tenants for an admin, else of one."""
@@ -365,7 +331,7 @@ class Service:
             return [row["folder"] for row in (*old, *samplers)]
 
         for folder in await self.write(act):
-            await asyncio.to_thread(delete_folder, self.store / folder)
+            await asyncio.to_thread(shutil.rmtree, self.store / folder, ignore_errors=True)
         self.links = {name: link for name, link in self.links.items() if link[1] > now}
 
 
@@ -395,7 +361,7 @@ def make_app(service: Service) -> FastAPI:
 
     def answer(error: type[Exception], status: int, **headers: str) -> None:
         @app.exception_handler(error)
-        async def handle(request: Request, raised: Any) -> Response:
+        async def handle(http: HttpRequest, raised: Any) -> Response:
             return JSONResponse({"detail": str(raised)}, getattr(raised, "status", status), headers)
 
     answer(BodyError, 400)
@@ -407,11 +373,11 @@ def make_app(service: Service) -> FastAPI:
     answer(StoreError, 503, **{"retry-after": "2"})
 
     @app.exception_handler(UnknownIdError)
-    async def unknown(request: Request, error: UnknownIdError) -> Response:
+    async def unknown(http: HttpRequest, error: UnknownIdError) -> Response:
         return JSONResponse({"detail": f"there is no {error} of this id."}, 404)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def invalid(http: HttpRequest, error: RequestValidationError) -> Response:
         words = [
             f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}, got {shown(fault.get('input'))}."
             for fault in error.errors()
@@ -507,12 +473,12 @@ def _routes(service: Service) -> APIRouter:
         return {"type": "create_session", "session_id": session}
 
     @api.post("/session_heartbeat")
-    async def heartbeat(body: SessionId, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "session", body.session_id)
+    async def heartbeat(session_id: Named, key: Tenant) -> Any:
+        row = ledger.resolve(key.name, "session", session_id)
         if row["finished"] is not None:
             raise HTTPException(410, "the session is finished.")
         await service.write(
-            lambda db: db.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), body.session_id))
+            lambda db: db.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session_id))
         )
         return {"type": "session_heartbeat"}
 
@@ -569,15 +535,14 @@ def _routes(service: Service) -> APIRouter:
         except ConfigError as error:
             failure = str(error)
         raw = json.dumps(body.model_dump(), sort_keys=True).encode()
-        new = NewRequest(key.name, row["id"], model, 0, "create_model", raw, failure=failure)
+        request = Request(key.name, row["id"], model, 0, "create_model", raw, failure=failure)
         also = add_model(model, key, row["id"], config, body.user_metadata)
-        return await service.accept(new, also=also, model_id=model)
+        return await service.accept(request, also, model_id=model)
 
     @api.post("/load_weights")
     async def load_weights(body: LoadWeights, key: Tenant) -> Any:
         split_path(body.path)
-        saved = ledger.resolve(key.name, "checkpoint", body.path)
-        (config,) = (json.loads(row["config"]) for row in ledger.read(_CONFIG_OF, saved["model"]))
+        config = config_of(ledger.resolve(key.name, "checkpoint", body.path)["model"])
 
         def check(content: dict[str, Any]) -> None:
             adam_only(body.optimizer_config)
@@ -603,8 +568,8 @@ def _routes(service: Service) -> APIRouter:
         return await service.accept_json(key, row, "load_weights", 0, body, check, also=also)
 
     @api.post("/get_info")
-    async def get_info(body: ModelId, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "model", body.model_id)
+    async def get_info(model_id: Named, key: Tenant) -> Any:
+        row = ledger.resolve(key.name, "model", model_id)
         config = json.loads(row["config"])
         data = {"arch": "", "model_name": config["base_model"], "tokenizer_id": service.model}
         return {
@@ -618,46 +583,42 @@ def _routes(service: Service) -> APIRouter:
         }
 
     @api.post("/unload_model")
-    async def unload_model(body: ModelId, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "model", body.model_id)
-        request = NewRequest(key.name, row["session"], f"unload/{row['id']}", time.time_ns(), "unload_model", b"")
+    async def unload_model(model_id: Named, key: Tenant) -> Any:
+        row = ledger.resolve(key.name, "model", model_id)
+        request = Request(key.name, row["session"], f"unload/{model_id}", time.time_ns(), "unload_model", b"")
 
         def act(db: Any) -> str:
-            name, _ = add_request(db, request)
-            db.execute("UPDATE models SET is_open = 0 WHERE id = ?", (row["id"],))
-            finish_request(db, name, json.dumps({"type": "unload_model", "model_id": row["id"]}).encode())
-            return name
+            request_id, _ = add_request(db, request)
+            db.execute("UPDATE models SET is_open = 0 WHERE id = ?", (model_id,))
+            finish_request(db, request_id, json.dumps({"type": "unload_model", "model_id": model_id}).encode())
+            return request_id
 
-        name = await service.write(act)
+        request_id = await service.write(act)
         engine.nudge()
-        return {"request_id": name, "model_id": row["id"]}
+        return {"request_id": request_id, "model_id": model_id}
 
     # ------------------------------------------------------------------ training
 
     @api.post("/forward_backward", openapi_extra={"requestBody": {"content": {_PROTOBUF: {}}}})
-    async def forward_backward(http: Request, key: Tenant) -> Any:
+    async def forward_backward(http: HttpRequest, key: Tenant) -> Any:
         raw, content_type = await http.body(), http.headers.get("content-type", "")
 
         def read() -> Any:
-            body = decompressed(raw, http.headers.get("content-encoding", ""))
-            request = read_training_request(body, content_type)
+            asked = read_training_request(decompressed(raw, http.headers.get("content-encoding", "")), content_type)
             # Maps may be written in any order, so a repeated request is recognised by this form.
-            return request, request.message.SerializeToString(deterministic=True)
+            return asked, asked.message.SerializeToString(deterministic=True)
 
-        request, body = await asyncio.to_thread(read)
-        row = ledger.resolve(key.name, "model", request.model_id)
-        if request.seq_id < 1:
-            raise ConfigError(f"seq_id must be an integer of at least 1, got {request.seq_id}.")
-        payload, failure = None, None
+        asked, body = await asyncio.to_thread(read)
+        row = ledger.resolve(key.name, "model", asked.model_id)
+        if asked.seq_id < 1:
+            raise ConfigError(f"seq_id must be an integer of at least 1, got {asked.seq_id}.")
+        request = Request(key.name, row["session"], row["id"], asked.seq_id, "forward_backward", body)
         try:
-            payload = await asyncio.to_thread(read_training_call, body)
+            request.payload = await asyncio.to_thread(training_call, asked)
+            request.num_tokens = sum(len(example.tokens) for example in request.payload.examples)
         except (ConfigError, DataError) as error:
-            failure = str(error)
-        num_tokens = 0 if payload is None else sum(len(example.tokens) for example in payload.examples)
-        new = NewRequest(
-            key.name, row["session"], row["id"], request.seq_id, "forward_backward", body, num_tokens, failure
-        )
-        return await service.accept(new, payload, model_id=row["id"])
+            request.failure = str(error)
+        return await service.accept(request, model_id=row["id"])
 
     @api.post("/optim_step")
     async def optim_step(body: OptimStep, key: Tenant) -> Any:
@@ -741,53 +702,47 @@ def _routes(service: Service) -> APIRouter:
     @api.post("/asample")
     async def asample(body: Sample, key: Tenant) -> Any:
         row = ledger.resolve(key.name, "sampler", body.sampling_session_id)
-        payload, failure, content = None, None, body.model_dump(exclude_none=True)
+        content, num_samples = body.model_dump(exclude_none=True), 1
+        raw = json.dumps(content, sort_keys=True).encode()
+        request = Request(key.name, row["session"], row["id"], body.seq_id, "asample", raw)
         try:
-            payload = engine.read_sample(content)
+            request.payload = engine.read_sample(content)
+            request.num_tokens, num_samples = request.payload.num_tokens, request.payload.num_samples
         except (ConfigError, DataError) as error:
-            failure = str(error)
-        num_tokens = 0 if payload is None else payload.num_tokens
+            request.failure = str(error)
         queued = engine.queued_tokens[key.name]
-        if key.max_queued_tokens is not None and queued and queued + num_tokens > key.max_queued_tokens:
+        if key.max_queued_tokens is not None and queued and queued + request.num_tokens > key.max_queued_tokens:
             reason = f"{queued} tokens of {key.name} are queued, and the limit of the key is {key.max_queued_tokens}."
             raise HTTPException(429, reason, {"retry-after": "1"})
-        raw = json.dumps(content, sort_keys=True).encode()
-        new = NewRequest(key.name, row["session"], row["id"], body.seq_id, "asample", raw, num_tokens, failure)
-        num_samples = 1 if payload is None else payload.num_samples
         names = [f"{row['id']}/{body.seq_id}/{number}" for number in range(num_samples)]
         used = time.time()
 
         def also(db: Any) -> None:
             db.execute("UPDATE samplers SET used = ? WHERE id = ?", (used, row["id"]))
 
-        return await service.accept(new, payload, also=also, sample_sequence_ids=names)
+        return await service.accept(request, also, sample_sequence_ids=names)
 
     # ------------------------------------------------------------------ results
 
-    def pending(request: str) -> Response:
-        state, reason = engine.waits_for(request)
-        body = {"type": "try_again", "request_id": request, "queue_state": state, "queue_state_reason": reason}
-        return JSONResponse(body, 408)
-
     @api.post("/retrieve_future")
-    async def retrieve_future(body: RequestId, key: Tenant) -> Any:
+    async def retrieve_future(request_id: Named, key: Tenant) -> Any:
         event = asyncio.Event()
-        service.waiting.setdefault(body.request_id, set()).add(event)
+        service.waiting.setdefault(request_id, set()).add(event)
         try:
-            row = ledger.resolve(key.name, "request", body.request_id)
+            row = ledger.resolve(key.name, "request", request_id)
             if row["state"] == QUEUED:
-                try:
+                with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(event.wait(), POLL_S)
-                except asyncio.TimeoutError:
-                    return pending(body.request_id)
-                row = ledger.resolve(key.name, "request", body.request_id)
+                row = ledger.resolve(key.name, "request", request_id)
         finally:
-            events = service.waiting[body.request_id]
+            events = service.waiting[request_id]
             events.discard(event)
             if not events:
-                del service.waiting[body.request_id]
+                del service.waiting[request_id]
         if row["state"] == QUEUED:
-            return pending(body.request_id)
+            state, reason = engine.waits_for(request_id)
+            body = {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason}
+            return JSONResponse(body, 408)
         if row["state"] == GONE or (row["result"] is None):
             raise HTTPException(410, "the result was deleted: results are kept for a day, or until the session ends.")
         if row["state"] == FAILED:
@@ -796,10 +751,10 @@ def _routes(service: Service) -> APIRouter:
         return Response(row["result"], media_type=media)
 
     @api.post("/cancel_future")
-    async def cancel_future(body: RequestId, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "request", body.request_id)
+    async def cancel_future(request_id: Named, key: Tenant) -> Any:
+        row = ledger.resolve(key.name, "request", request_id)
         if row["kind"] == "asample" and row["state"] == QUEUED:
-            engine.cancel(body.request_id)
+            engine.cancel(request_id)
         return {}
 
     # ------------------------------------------------------------------ checkpoints
@@ -824,7 +779,7 @@ def _routes(service: Service) -> APIRouter:
         cursor = {"offset": offset, "limit": limit, "total_count": len(rows)}
         return {name: rows[offset : offset + limit], "cursor": cursor}
 
-    one_checkpoint = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+    checkpoint_url = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
     def run_of(row: Any, key: Key) -> dict[str, Any]:
         config, saved = json.loads(row["config"]), checkpoints_of("model = ?", row["id"])
@@ -860,45 +815,44 @@ def _routes(service: Service) -> APIRouter:
     async def checkpoints(key: Tenant, limit: Limit = 100, offset: Offset = 0) -> Any:
         return page(checkpoints_of("key = ?", key.name), "checkpoints", limit, offset)
 
-    @api.delete(one_checkpoint)
-    async def delete_checkpoint(model_id: str, kind: Kind, name: str, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
-        await service.write(lambda db: db.execute("DELETE FROM checkpoints WHERE id = ?", (row["id"],)))
-        await asyncio.to_thread(delete_folder, service.store / row["folder"])
+    @api.delete(checkpoint_url)
+    async def delete_checkpoint(saved: Saved) -> Any:
+        await service.write(lambda db: db.execute("DELETE FROM checkpoints WHERE id = ?", (saved["id"],)))
+        await asyncio.to_thread(shutil.rmtree, service.store / saved["folder"], ignore_errors=True)
         return {}
 
-    @api.put(f"{one_checkpoint}/ttl")
-    async def set_ttl(model_id: str, kind: Kind, name: str, body: Ttl, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
-        check_ttl(body.ttl_seconds)
-        until = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+    @api.put(f"{checkpoint_url}/ttl")
+    async def set_ttl(saved: Saved, ttl_seconds: Annotated[int | None, Body(embed=True)] = None) -> Any:
+        check_ttl(ttl_seconds)
+        until = None if ttl_seconds is None else time.time() + ttl_seconds
         await service.write(
-            lambda db: db.execute("UPDATE checkpoints SET expires = ? WHERE id = ?", (until, row["id"]))
+            lambda db: db.execute("UPDATE checkpoints SET expires = ? WHERE id = ?", (until, saved["id"]))
         )
         return {}
 
-    @api.get(f"{one_checkpoint}/external_weights_urls")
-    async def external_weights_urls(model_id: str, kind: Kind, name: str, http: Request, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
-        until, urls = time.time() + _LINK_S, {}
-        for file in _ADAPTER_FILES:
-            link = secrets.token_urlsafe(24)
-            service.links[link] = service.store / row["folder"] / file, until
-            urls[file] = str(http.url_for("download", link=link))
-        return {"urls": urls, "expires": _iso(until)}
+    def link_to(http: HttpRequest, path: Path, until: float) -> str:
+        link = secrets.token_urlsafe(24)
+        service.links[link] = path, until
+        return str(http.url_for("download", link=link))
 
-    @api.get(f"{one_checkpoint}/archive")
-    async def archive(model_id: str, kind: Kind, name: str, http: Request, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "checkpoint", f"tinker://{model_id}/{kind}/{name}")
-        link, until = secrets.token_urlsafe(24), time.time() + _LINK_S
-        service.links[link] = service.store / row["folder"], until
-        return {"url": str(http.url_for("download", link=link)), "expires": _iso(until)}
+    @api.get(f"{checkpoint_url}/external_weights_urls")
+    async def external_weights_urls(saved: Saved, http: HttpRequest) -> Any:
+        folder, until = service.store / saved["folder"], time.time() + _LINK_S
+        return {"urls": {name: link_to(http, folder / name, until) for name in _ADAPTER_FILES}, "expires": _iso(until)}
+
+    @api.get(f"{checkpoint_url}/archive")
+    async def archive(saved: Saved, http: HttpRequest) -> Any:
+        until = time.time() + _LINK_S
+        return {"url": link_to(http, service.store / saved["folder"], until), "expires": _iso(until)}
+
+    def config_of(model_id: str) -> dict[str, Any]:
+        (row,) = ledger.read("SELECT config FROM models WHERE id = ?", model_id)
+        return json.loads(row["config"])
 
     @api.post("/weights_info")
-    async def weights_info(body: TinkerPath, key: Tenant) -> Any:
-        split_path(body.tinker_path)
-        saved = ledger.resolve(key.name, "checkpoint", body.tinker_path)
-        (config,) = (json.loads(row["config"]) for row in ledger.read(_CONFIG_OF, saved["model"]))
+    async def weights_info(tinker_path: Named, key: Tenant) -> Any:
+        split_path(tinker_path)
+        config = config_of(ledger.resolve(key.name, "checkpoint", tinker_path)["model"])
         flags = {name: config[name] for name in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": config["base_model"], "is_lora": True, "lora_rank": config["rank"], **flags}
 
@@ -907,9 +861,6 @@ def _routes(service: Service) -> APIRouter:
         return service.status(key)
 
     return api
-
-
-_CONFIG_OF = "SELECT config FROM models WHERE id = ?"
 
 
 def serve(
@@ -958,16 +909,8 @@ def serve(
                 f"--host must be a loopback address while there are no keys, got {host}. Make one: peft-mux keys "
                 f"create NAME --store {store}"
             )
-        calls, tokenizer, modules = load(model, dtype, settings)
-        servers: list[uvicorn.Server] = []
-
-        def end() -> None:
-            servers[0].should_exit = True
-
-        def engine_of(notify: Callable[[list[str]], None]) -> Engine:
-            return Engine(calls, tokenizer, modules, ledger, store, settings, notify)
-
-        service = Service(ledger, store, engine_of, model=model, names=names, development_key=key, on_failure=end)
+        engine = Engine(*load(model, dtype, settings), ledger, store, settings)
+        service = Service(engine, model=model, development_key=key)
         # Clients close idle connections themselves before: a request on one that the server closes is lost.
         config = uvicorn.Config(
             make_app(service),
@@ -977,12 +920,12 @@ def serve(
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
         )
-        servers.append(uvicorn.Server(config))
+        service.server = uvicorn.Server(config)
         shown_host = f"[{host}]" if ":" in host else host
         say(f"serving {', '.join(names)} on http://{shown_host}:{port} from {store}; Ctrl-C ends it")
-        servers[0].run()
-        if service.engine.failure:
-            raise PeftMuxError(f"the engine has failed: {service.engine.failure}. Start again: nothing is lost.")
+        service.server.run()
+        if engine.failure:
+            raise PeftMuxError(f"the engine has failed: {engine.failure}. Start again: nothing is lost.")
     finally:
         lock.release()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import re
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -98,16 +97,11 @@ def modules_of(backbone: Any) -> dict[str, list[str]]:
     return parts
 
 
-def check_name(name: object, where: str = "path") -> str:
-    """Return the name of a checkpoint.
-
-    Raises:
-        ConfigError: if it cannot be one.
-    """
+def check_name(name: object) -> None:
+    """Raise `ConfigError` for what cannot be the name of a checkpoint."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         allowed = "1 to 128 letters, digits, '.', '_' and '-', not beginning with '.'"
-        raise ConfigError(f"{where} must be {allowed}, got {shown(name)}.")
-    return name
+        raise ConfigError(f"path must be {allowed}, got {shown(name)}.")
 
 
 def check_ttl(ttl_s: int | None) -> None:
@@ -205,8 +199,3 @@ class Writer:
                     if self._stop.wait(_RETRY_S):
                         break
             self.reason = ""
-
-
-def delete_folder(folder: Path) -> None:
-    """Delete a folder of the store."""
-    shutil.rmtree(folder, ignore_errors=True)

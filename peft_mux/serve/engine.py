@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import queue
+import shutil
 import sys
 import threading
 import time
@@ -27,18 +28,13 @@ import torch
 
 from peft_mux.calls import AdamSettings, Call, CallFailure, Calls, Example, Frozen
 from peft_mux.errors import CheckpointError, ConfigError, DataError, is_integer, is_real, shown
-from peft_mux.generation.requests import Completion, GenerationRequest
+from peft_mux.generation.requests_and_completions import Completion, GenerationRequest
 from peft_mux.modeling.sampling import SamplingOptions
-from peft_mux.serve.checkpoints import (
-    Writer,
-    delete_folder,
-    read_adapter,
-    write_adapter,
-)
-from peft_mux.serve.ledger import SERVER, USER, Ledger, digest, finish_request
+from peft_mux.serve.checkpoints import Writer, read_adapter, write_adapter
+from peft_mux.serve.ledger import SERVER, USER, Ledger, Request, digest, finish_request, request_of
 from peft_mux.serve.losses import example_of, loss_of
-from peft_mux.serve.models import Model, Models, Request, request_of
-from peft_mux.serve.wire import read_training_request, write_samples, write_training_result
+from peft_mux.serve.models import Model, Models
+from peft_mux.serve.wire import TrainingRequest, read_training_request, write_samples, write_training_result
 from peft_mux.storage import crashpoint, remove_stale
 
 _WAVE_S = 0.002
@@ -46,7 +42,7 @@ _RETURN_SHARE, _MOST_RETURN_S = 0.25, 0.05
 """How long a pass waits for models that the last one has answered: a share of its time, and the most."""
 _HALF_LIFE_S = 60.0
 """Seconds after which tokens of a tenant count half for fairness."""
-_LIMITS_S, _PASSES_S = 5.0, 60.0
+_PASSES_S = 60.0
 _MOST_SAMPLED_TOKENS = 2**16
 """Most tokens of prompts and completions in the batch that is sampled; a larger request is a batch by itself."""
 
@@ -72,29 +68,13 @@ class Settings:
     max_wait_s: float = 600.0
 
 
-@dataclass(frozen=True)
-class TrainingCall:
-    """A training request, read.
-
-    Attributes:
-        examples: its rows.
-        loss: its loss.
-        backward: whether it adds gradients.
-    """
-
-    examples: Sequence[Example]
-    loss: Callable[[Any], Any]
-    backward: bool
-
-
-def read_training_call(body: bytes) -> TrainingCall:
-    """Read a training request.
+def training_call(request: TrainingRequest) -> Call:
+    """Return the call that a training request asks for.
 
     Raises:
         ConfigError: if its loss or a setting is not served.
         DataError: naming a row that cannot be used.
     """
-    request = read_training_request(body)
     loss = loss_of(request.loss_fn, request.loss_fn_config)
     examples = [
         Example(*example_of(row, request.loss_fn, f"data[{number}]")) for number, row in enumerate(request.rows())
@@ -106,7 +86,7 @@ def read_training_call(body: bytes) -> TrainingCall:
         crashpoint("mid_pass")
         return loss(outputs)
 
-    return TrainingCall(examples, guarded, not request.forward_only)
+    return Call(request.model_id, examples, guarded, not request.forward_only)
 
 
 @dataclass(frozen=True)
@@ -271,7 +251,15 @@ class Engine:
         ledger: the ledger of the store.
         store: folder of the service.
         settings: see `Settings`.
-        notify: called with ids of requests that are answered, from any thread.
+
+    Attributes:
+        notify: called with ids of requests that are answered, from any thread; with none after a failure of the engine.
+        context: most tokens of a prompt with its completion; `None` for no limit.
+        num_words: size of the vocabulary.
+        requests: requests that are not answered, by id.
+        queued_tokens: their tokens by tenant.
+        passes: end, seconds, models and finished tokens of each pass of the last minute.
+        failure: what has ended the engine; "" before.
     """
 
     def __init__(
@@ -282,21 +270,18 @@ class Engine:
         ledger: Ledger,
         store: Path,
         settings: Settings,
-        notify: Callable[[list[str]], None],
     ) -> None:
-        self._calls, self._ledger, self._store, self._settings, self._notify = calls, ledger, store, settings, notify
+        self._calls, self.modules, self.ledger, self.store, self.settings = calls, modules, ledger, store, settings
+        self.notify: Callable[[list[str]], None] = lambda ids: None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.writer = Writer()
         self.models = Models(calls, ledger, self.writer, store, modules, settings.max_models, self._inbox.put)
-        self.modules = modules
         config = calls.model.backbone.config.get_text_config()
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.num_words: int = config.vocab_size
         self._finished: list[tuple[Request, bytes, str | None, dict[str, int]]] = []
         self._usage: dict[str, float] = {}
         self._usage_at = time.monotonic()
-        self._known_limits: dict[str, tuple[int | None, int | None]] = {}
-        self._limits_read_s = 0.0
         self.requests: dict[str, Request] = {}
         self.queued_tokens, self._running_tokens = Counter[str](), Counter[str]()  # by tenant
         self._tokenizer, self._sampling = tokenizer, calls.sampling(tokenizer)
@@ -315,10 +300,10 @@ class Engine:
 
     def start(self) -> None:
         """Clean up after a crash, queue what the ledger has, and start."""
-        for folder in (self._store / "checkpoints", self._store / "samplers", *(self._store / "models").glob("*")):
+        for folder in (self.store / "checkpoints", self.store / "samplers", *(self.store / "models").glob("*")):
             if folder.is_dir():
                 remove_stale(folder)
-        for row in self._ledger.read("SELECT * FROM requests WHERE state = 'queued' ORDER BY number"):
+        for row in self.ledger.read("SELECT * FROM requests WHERE state = 'queued' ORDER BY number"):
             self.put(request_of(row))
         self._thread.start()
 
@@ -365,7 +350,7 @@ class Engine:
                     self._heads()
                 did_something |= self._pass()
                 # Sampling spends the seconds that it has earned while there was training.
-                share, seconds = self._settings.sample_share, time.perf_counter() - start
+                share, seconds = self.settings.sample_share, time.perf_counter() - start
                 earned_s = earned_s + seconds * share / (1 - share) if did_something else 0.0
                 start = time.perf_counter()
                 if (self._waiting or self._rows) and earned_s >= 0.0:
@@ -381,7 +366,7 @@ class Engine:
         except BaseException as error:  # a bug, or the device: the process ends, and the ledger has everything
             traceback.print_exc(file=sys.stderr)
             self.failure = f"{type(error).__name__}: {error}"
-            self._notify([])
+            self.notify([])
 
     def _drain(self, *, wait: bool) -> None:
         """Run what other threads have handed in; an idle engine waits for it, and then 2 ms for more."""
@@ -453,11 +438,11 @@ class Engine:
 
         def after(future: Future[None]) -> None:
             if future.exception() is None:
-                self._notify([request.id for request, *_ in batch])
+                self.notify([request.id for request, *_ in batch])
             else:  # no space: the answers wait in memory until there is some
                 threading.Timer(1.0, self._commit, [batch]).start()
 
-        self._ledger.write(write, at_once=True).add_done_callback(after)
+        self.ledger.write(write, at_once=True).add_done_callback(after)
 
     # ------------------------------------------------------------------ models
 
@@ -501,11 +486,15 @@ class Engine:
             if request.kind in ("create_model", "load_weights") and request.seq == 0:
                 if not self._has_place(request) or not self._may_open(model, request):
                     return False
-                self._make(model, request)
+                if request.kind == "create_model":
+                    self.models.open(model)
+                    self._finish(request, {"type": "create_model", "model_id": model.id})
+                else:
+                    self._load(model, request, json.loads(request.body))
             elif request.kind == "forward_backward":
-                request.payload = payload = request.payload or read_training_call(request.body)
-                if payload.backward or not request.is_replay:
-                    self._calls.submit(Call(model.name, payload.examples, payload.loss, payload.backward))
+                request.payload = call = request.payload or training_call(read_training_request(request.body))
+                if call.backward or not request.is_replay:
+                    self._calls.submit(replace(call, model=model.name))
                     model.running = request
                     self._running_tokens[model.key] += request.num_tokens
                     return True
@@ -519,7 +508,7 @@ class Engine:
             self._fail(request, reason, SERVER if isinstance(error, CheckpointError) else USER)
             if request.seq == 0:
                 model.failure = model.failure or f"the model was not made: {reason}"
-                self._ledger.write(lambda db: db.execute("UPDATE models SET is_open = 0 WHERE id = ?", (model.id,)))
+                self.ledger.write(lambda db: db.execute("UPDATE models SET is_open = 0 WHERE id = ?", (model.id,)))
         except Exception as error:  # a bug of ours, which must not come back at each restart
             traceback.print_exc(file=sys.stderr)
             self._fail(request, f"the server has failed: {type(error).__name__}: {error}", SERVER)
@@ -543,10 +532,10 @@ class Engine:
             if model.running or model.next_seq in model.queue or not (model.has_tail or model.opened):
                 continue
             for request in model.queue.values():
-                if not request.is_replay and now_s - request.accepted > self._settings.max_wait_s:
+                if not request.is_replay and now_s - request.accepted > self.settings.max_wait_s:
                     request.failure = (
                         f"request {model.next_seq} of the model, which comes first, has not arrived in "
-                        f"{self._settings.max_wait_s:g} s. Send it, or load a checkpoint into a new model."
+                        f"{self.settings.max_wait_s:g} s. Send it, or load a checkpoint into a new model."
                     )
                     request.body, request.payload = b"", None  # it does not run after a restart either
                     self._fail(request, request.failure)
@@ -557,7 +546,7 @@ class Engine:
             return True
         if request is None:
             return False
-        reason = f"{self._settings.max_models} models have work, which is all that are open at once (--max-models)"
+        reason = f"{self.settings.max_models} models have work, which is all that are open at once (--max-models)"
         request.waits_for = ("paused_capacity", reason)
         return False
 
@@ -578,7 +567,7 @@ class Engine:
         if limit is None or request.is_replay:
             return True
         sql = "SELECT count(*) FROM models WHERE key = ? AND is_open AND number < ?"
-        ((count,),) = self._ledger.read(sql, model.key, model.number)
+        ((count,),) = self.ledger.read(sql, model.key, model.number)
         if count < limit:
             return True
         reason = f"{model.key} has {count} open models, the limit of the key; finish a session, or unload a model"
@@ -586,50 +575,29 @@ class Engine:
         return False
 
     def _limits(self, key: str) -> tuple[int | None, int | None]:
-        """Return the limits of a key, read again every few seconds."""
-        if time.monotonic() - self._limits_read_s > _LIMITS_S:
-            self._known_limits.clear()
-            self._limits_read_s = time.monotonic()
-        if key not in self._known_limits:
-            rows = self._ledger.read("SELECT max_models, max_queued_tokens FROM keys WHERE name = ?", key)
-            self._known_limits[key] = tuple(rows[0]) if rows else (None, None)
-        return self._known_limits[key]
+        """Return the limits of a key: models that it may have open, and tokens of its calls that may run."""
+        rows = self.ledger.read("SELECT max_models, max_queued_tokens FROM keys WHERE name = ?", key)
+        return tuple(rows[0]) if rows else (None, None)
 
-    def _make(self, model: Model, request: Request) -> None:
-        """Open a new model, or one that begins with a checkpoint."""
-        body = json.loads(request.body)
-        if request.kind == "create_model":
-            self.models.open(model)
-            self._finish(request, {"type": "create_model", "model_id": model.id})
-            return
-        state = self._loaded(model, body)
-        self.models.open(model, state, only_weights=not body["optimizer"])
-        self._snapshot_and_finish(model, request, body)
-
-    def _loaded(self, model: Model, body: Mapping[str, Any]) -> Any:
-        """Return the state in a checkpoint that a model begins with."""
-        row = self._ledger.read("SELECT * FROM checkpoints WHERE id = ? AND key = ?", body["path"], model.key)
+    def _load(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
+        """Load a checkpoint into a new model, which is open already if it was made by a request of its own."""
+        row = self.ledger.read("SELECT * FROM checkpoints WHERE id = ? AND key = ?", body["path"], model.key)
         if not row:
             raise ConfigError(f"path must be a checkpoint that exists, got {shown(body['path'])}, which was deleted.")
-        state, facts = read_adapter(self._store / row[0]["folder"])
+        state, facts = read_adapter(self.store / row[0]["folder"])
         for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
             if facts["config"][name] != getattr(model.config, name):
                 got = f"{getattr(model.config, name)} of the model and {facts['config'][name]} of {body['path']}"
                 raise ConfigError(f"lora_config.{name} must be that of the checkpoint, got {got}.")
         if body["optimizer"] and not state.settings:
             raise ConfigError(f"{body['path']} has no optimizer. Save with save_state, or load without the optimizer.")
-        return state
-
-    def _load(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
-        """Load a checkpoint into a model that was just made."""
-        self.models.restore(model, self._loaded(model, body), only_weights=not body["optimizer"])
-        self._snapshot_and_finish(model, request, body)
-
-    def _snapshot_and_finish(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
-        """Answer a load once a snapshot has what was loaded: the checkpoint may be deleted at any time."""
+        if not model.is_open:
+            self.models.open(model)
+        self.models.restore(model, state, only_weights=not body["optimizer"])
+        # It is answered once a snapshot has what was loaded: the checkpoint may be deleted at any time.
         result = json.dumps({"type": "load_weights", "path": body["path"], "model_id": model.id}).encode()
         self.models.snapshot(model, request.seq, lambda db: finish_request(db, request.id, result))
-        self.writer.put(lambda: self._notify([request.id]))
+        self.writer.put(lambda: self.notify([request.id]))
         self._forget(request)
 
     # ------------------------------------------------------------------ passes and steps
@@ -692,14 +660,14 @@ class Engine:
             ConfigError: if they were deleted.
             CheckpointError: if their files are damaged.
         """
-        rows = self._ledger.read("SELECT model, folder FROM samplers WHERE id = ?", request.target)
+        rows = self.ledger.read("SELECT model, folder FROM samplers WHERE id = ?", request.target)
         if not rows:
             raise ConfigError("the sampling session has ended. Make a new sampling client.")
         (model_id, name) = rows[0]
         if name is None:
             return True, None
         # A name without a folder stands for weights that were never saved under a path.
-        frozen = self.models.frozen(self._store / name)
+        frozen = self.models.frozen(self.store / name)
         if frozen is not None:
             return True, frozen
         model = None if model_id is None else self.models.get(model_id)
@@ -850,7 +818,7 @@ class Engine:
 
         def write() -> None:
             facts = {"path": path, "config": vars(model.config)}
-            size = write_adapter(self._store / folder, lora, state, facts, with_state=kind == "weights")
+            size = write_adapter(self.store / folder, lora, state, facts, with_state=kind == "weights")
             now = time.time()
 
             def commit(connection: Any) -> str | None:
@@ -865,9 +833,9 @@ class Engine:
                 finish_request(connection, request.id, json.dumps({"type": request.kind, "path": path}).encode())
                 return old and old["folder"]
 
-            if (unused := self._ledger.write(commit).result()) is not None:
-                delete_folder(self._store / unused)
-            self._notify([request.id])
+            if (unused := self.ledger.write(commit).result()) is not None:
+                shutil.rmtree(self.store / unused, ignore_errors=True)
+            self.notify([request.id])
 
         self._forget(request)
         self.writer.put(write)
@@ -877,8 +845,8 @@ class Engine:
         if body.get("path") is not None:
             self._save(model, request, body)
             return
-        folder = self._store / body["folder"]
-        is_wanted = self._ledger.read("SELECT 1 FROM samplers WHERE id = ?", body["sampling_session_id"])
+        folder = self.store / body["folder"]
+        is_wanted = self.ledger.read("SELECT 1 FROM samplers WHERE id = ?", body["sampling_session_id"])
         if is_wanted and not folder.exists():
             self.models.freeze(model, folder)
         self._finish(request, {"type": request.kind, "sampling_session_id": body["sampling_session_id"]})

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,8 +48,6 @@ CREATE TABLE samplers (id TEXT PRIMARY KEY, key TEXT, session TEXT, seq INTEGER,
 CREATE TABLE checkpoints (id TEXT PRIMARY KEY, key TEXT, model TEXT, kind TEXT, name TEXT, folder TEXT, created REAL,
     expires REAL, size_bytes INTEGER, metadata TEXT);
 """
-_TABLES = {"session": "sessions", "model": "models", "request": "requests", "sampler": "samplers"}
-_TABLES["checkpoint"] = "checkpoints"
 
 
 class StoreError(Exception):
@@ -105,19 +103,24 @@ def digest(*parts: bytes) -> str:
     return sha.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request on its way into the ledger.
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request on its way into the ledger and through the engine.
 
     Attributes:
         key: name of the key that asks.
         session: id of its session.
-        target: id of the model or the sampler.
+        target: id of its model or sampler.
         seq: its number among the requests of the target.
         kind: what is asked for.
-        body: what the engine reads.
-        num_tokens: tokens that it will compute, for limits.
+        body: what the engine reads, as it is in the ledger.
+        num_tokens: tokens that it computes, for limits and fairness.
         failure: why it cannot be served; it then counts as executed in its turn.
+        payload: the body, read.
+        id: its id, which the ledger gives.
+        is_replay: whether its answer was given before a restart.
+        accepted: when it came, by the monotonic clock.
+        waits_for: why it waits, as (state, reason) of a poll.
     """
 
     key: str
@@ -128,6 +131,11 @@ class NewRequest:
     body: bytes
     num_tokens: int = 0
     failure: str | None = None
+    payload: Any = None
+    id: str = ""
+    is_replay: bool = False
+    accepted: float = field(default_factory=time.monotonic)
+    waits_for: tuple[str, str] = ("active", "")
 
 
 class Ledger:
@@ -181,7 +189,7 @@ class Ledger:
         Raises:
             UnknownIdError: if there is none, or it is another tenant's.
         """
-        rows = self.read(f"SELECT * FROM {_TABLES[kind]} WHERE id = ? AND key = ?", name, key)
+        rows = self.read(f"SELECT * FROM {kind}s WHERE id = ? AND key = ?", name, key)
         if not rows or (kind == "checkpoint" and rows[0]["expires"] is not None and rows[0]["expires"] < time.time()):
             raise UnknownIdError(kind)
         return rows[0]
@@ -231,7 +239,7 @@ class Ledger:
                 future.set_exception(error)
 
 
-def add_request(connection: sqlite3.Connection, new: NewRequest) -> tuple[str, bool]:
+def add_request(connection: sqlite3.Connection, new: Request) -> tuple[str, bool]:
     """Add a request; return its id, and whether it is new.
 
     Raises:
@@ -248,16 +256,32 @@ def add_request(connection: sqlite3.Connection, new: NewRequest) -> tuple[str, b
                 "its own, and repeat it unchanged."
             )
         return old["id"], False
-    request = uuid.uuid4().hex
+    request_id = uuid.uuid4().hex
     connection.execute(
         "INSERT INTO requests (id, key, session, target, seq, kind, body, sha, state, num_tokens, result, category, "
         "accepted) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            request, new.key, new.session, new.target, new.seq, new.kind, new.body, sha, QUEUED, new.num_tokens,
+            request_id, new.key, new.session, new.target, new.seq, new.kind, new.body, sha, QUEUED, new.num_tokens,
             None if new.failure is None else new.failure.encode(), None if new.failure is None else USER, time.time(),
         ),
     )  # fmt: skip
-    return request, True
+    return request_id, True
+
+
+def request_of(row: sqlite3.Row, *, is_replay: bool = False) -> Request:
+    """Return a row of the ledger as a request."""
+    return Request(
+        row["key"],
+        row["session"],
+        row["target"],
+        row["seq"],
+        row["kind"],
+        row["body"] or b"",
+        row["num_tokens"],
+        failure=row["result"].decode() if row["category"] is not None else None,
+        id=row["id"],
+        is_replay=is_replay,
+    )
 
 
 def finish_request(

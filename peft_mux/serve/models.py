@@ -8,6 +8,7 @@ requests behind it run again, whose answers were given already.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,46 +18,13 @@ from typing import Any
 
 from peft_mux.calls import Calls, Frozen, TaskState
 from peft_mux.errors import CheckpointError
-from peft_mux.serve.checkpoints import ModelConfig, Writer, delete_folder, read_adapter, write_adapter
-from peft_mux.serve.ledger import QUEUED, Ledger
+from peft_mux.serve.checkpoints import ModelConfig, Writer, read_adapter, write_adapter
+from peft_mux.serve.ledger import QUEUED, Ledger, Request, request_of
 
 SNAPSHOT_S = 10.0
 """Seconds of passes behind the last snapshot after which the next one is written."""
 _PATIENCE_S = 2.0
 """Seconds after which a waiting model takes the place of a model that has work, too."""
-
-
-@dataclass(eq=False)
-class Request:
-    """A request on its way through the engine.
-
-    Attributes:
-        id: its id.
-        key: name of the key.
-        target: id of its model or sampler.
-        seq: its number.
-        kind: what is asked for.
-        body: what it says, as it is in the ledger.
-        payload: the body, read.
-        failure: why it fails when it is its turn.
-        num_tokens: tokens that it computes, for limits and fairness.
-        is_replay: whether its answer was given before a restart.
-        accepted: when it came, by the monotonic clock.
-        waits_for: why it waits, as (state, reason) of a poll.
-    """
-
-    id: str
-    key: str
-    target: str
-    seq: int
-    kind: str
-    body: bytes
-    payload: Any = None
-    failure: str | None = None
-    num_tokens: int = 0
-    is_replay: bool = False
-    accepted: float = field(default_factory=time.monotonic)
-    waits_for: tuple[str, str] = ("active", "")
 
 
 @dataclass(eq=False)
@@ -110,15 +78,6 @@ class Model:
     def is_dirty(self) -> bool:
         """Whether the snapshot is not of the last request."""
         return self.snapshot != self.next_seq - 1
-
-
-def request_of(row: Any, *, is_replay: bool = False) -> Request:
-    """Return a row of the ledger as a request."""
-    failure = row["result"].decode() if row["category"] is not None else None
-    return Request(
-        row["id"], row["key"], row["target"], row["seq"], row["kind"], row["body"] or b"", None, failure,
-        row["num_tokens"], is_replay,
-    )  # fmt: skip
 
 
 class Models:
@@ -193,18 +152,16 @@ class Models:
             self.rest(min(idle, key=lambda model: model.used))
         return bool(idle)
 
-    def open(self, model: Model, state: TaskState | None = None, *, only_weights: bool = False) -> None:
-        """Open a model, new or in a state; there is a place for it.
+    def open(self, model: Model) -> None:
+        """Open a new model; there is a place for it.
 
         Raises:
             ConfigError: if its configuration cannot be used.
         """
         self._calls.open(model.name, model.config.lora(self._modules), seed=model.config.seed)
         model.is_open, model.opened = True, time.monotonic()
-        if state is not None:
-            self.restore(model, state, only_weights=only_weights)
 
-    def restore(self, model: Model, state: TaskState, *, only_weights: bool) -> None:
+    def restore(self, model: Model, state: TaskState, *, only_weights: bool = False) -> None:
         """Give a model a state; close it if the state is not its own."""
         try:
             self._calls.restore(model.name, state, only_weights=only_weights)
@@ -219,7 +176,8 @@ class Models:
         """
         model.has_tail = True
         if model.state is not None:
-            self.open(model, model.state)
+            self.open(model)
+            self.restore(model, model.state)
             model.state = None
             return
         sql = f"SELECT * FROM requests WHERE target = ? AND seq > ? AND state != '{QUEUED}'"
@@ -229,7 +187,8 @@ class Models:
             return
         try:
             state, _ = read_adapter(self._folder(model, model.snapshot))
-            self.open(model, state)
+            self.open(model)
+            self.restore(model, state)
         except CheckpointError as error:
             model.failure = f"the state of the model is damaged: {error}"
 
@@ -276,7 +235,7 @@ class Models:
             self._ledger.write(commit).result()
             for old in folder.parent.iterdir():
                 if old != folder:
-                    delete_folder(old)
+                    shutil.rmtree(old, ignore_errors=True)
             self._tell(lambda: self._snapshot_is_written(model, seq, state))
 
         self._writer.put(write)

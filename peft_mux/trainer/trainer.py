@@ -51,8 +51,7 @@ from peft_mux.engine.model_part import ModelPart
 from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask, TaskTable
 from peft_mux.engine.tasks.setup import make_active_tasks, read_held_out, resolve_tasks
 from peft_mux.errors import ConfigError, DataError, TaskFailedError, raise_faults
-from peft_mux.generation.completions import HeldOutCompletions
-from peft_mux.generation.held_out_prompts import eval_prompts
+from peft_mux.generation.held_out_completions import HeldOutCompletions, eval_prompts
 from peft_mux.log.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.log.recorders import PassReport
 from peft_mux.parallel.cuda_graphs import CapturedPasses
@@ -68,8 +67,8 @@ from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.control import Control
 from peft_mux.reporting.hub import HubPushes, check_push, push_task
 from peft_mux.reporting.page import run_html
-from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.reporter import Reporter
+from peft_mux.reporting.run_report import RunReport
 from peft_mux.reporting.screen import make_progress, show_view
 from peft_mux.reporting.trackers import LoggerRuns
 from peft_mux.reporting.upload import FolderUpload

@@ -20,8 +20,8 @@ from peft_mux import (
     UnsupportedModelError,
     generate,
 )
-from peft_mux.generation.completions import mean_metric
-from peft_mux.generation.requests import sampling_options
+from peft_mux.generation.held_out_completions import mean_metric
+from peft_mux.generation.requests_and_completions import sampling_options
 from peft_mux.modeling.sampling import ANSWER_METRICS
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.backbones import CLASSIFIERS

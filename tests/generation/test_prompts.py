@@ -8,7 +8,7 @@ import pytest
 
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError
-from peft_mux.generation.held_out_prompts import PromptRow, read_prompts
+from peft_mux.generation.held_out_completions import PromptRow, read_prompts
 from tests.data.test_tokenize import TEMPLATE, WORDS, words_tokenizer
 
 PAIR = {"prompt": "the cat sat on a", "completion": " mat"}

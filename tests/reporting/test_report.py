@@ -13,7 +13,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux import EarlyStopping, MultiTaskTrainer
 from peft_mux.log.recorders import RunTimes
-from peft_mux.reporting.report import ReportRow, RunReport, next_lines
+from peft_mux.reporting.run_report import ReportRow, RunReport, next_lines
 from tests import runs
 from tests.invariants.mux_lab import rows, small_task
 from tests.reporting.lab import Clock

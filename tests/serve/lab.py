@@ -65,14 +65,8 @@ class Server:
         else:
             backbone = drawn(LANGUAGE_MODELS["Llama"][0])
             modules, tokenizer, calls = modules_of(backbone), None, Calls(backbone, piece_tokens=settings.piece_tokens)
-        self.service = Service(
-            ledger,
-            store,
-            lambda notify: Engine(calls, tokenizer, modules, ledger, store, settings, notify),
-            model="tiny",
-            names=(name,),
-        )
-        self.engine = self.service.engine
+        self.engine = Engine(calls, tokenizer, modules, ledger, store, settings)
+        self.service = Service(self.engine, model="tiny")
         self.app = make_app(self.service)
         self._server = uvicorn.Server(
             uvicorn.Config(self.app, port=port, log_level="warning", lifespan="on", timeout_keep_alive=75)

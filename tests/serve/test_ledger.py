@@ -17,7 +17,7 @@ from peft_mux.serve.keys import Key, UnknownKeyError, create_key, find_key, list
 from peft_mux.serve.ledger import (
     ConflictError,
     Ledger,
-    NewRequest,
+    Request,
     StoreError,
     UnknownIdError,
     add_request,
@@ -33,8 +33,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     own.close()
 
 
-def request(seq: int, body: bytes = b"a", key: str = "alice", target: str = "m") -> NewRequest:
-    return NewRequest(key, "s", target, seq, "forward_backward", body)
+def request(seq: int, body: bytes = b"a", key: str = "alice", target: str = "m") -> Request:
+    return Request(key, "s", target, seq, "forward_backward", body)
 
 
 def test_a_store_of_another_version_is_refused_by_its_version(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def sampling_options(config: SamplingOptions | GenerationConfig | None, settings
         pass
     elif hasattr(config, "to_diff_dict"):
         # What is off asks for nothing; transformers writes some of it when it makes this from a model's configuration.
-        set_fields: dict[str, Any] = config.to_diff_dict()  # type: ignore[union-attr]
-        set_fields = {name: value for name, value in set_fields.items() if value is not False}
-        given = {name: one for name, one in set_fields.items() if name not in _HARMLESS and not name.startswith("_")}
+        for name, value in config.to_diff_dict().items():  # type: ignore[union-attr]
+            if value is not False and name not in _HARMLESS and not name.startswith("_"):
+                given[name] = value
     elif config is not None:
         allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
         raise_faults([Fault("generation_config", shown(config), allowed)])
