@@ -66,29 +66,29 @@ def make_contenders(options: argparse.Namespace) -> dict[str, Callable[[], Compl
     for name in names[1:]:
         plain.add_adapter(name, config)
     for name in names:
-        own = {key: value for key, value in plain.named_parameters() if f".{name}." in key}
+        weights = {key: value for key, value in plain.named_parameters() if f".{name}." in key}
         with torch.no_grad():
             for key, value in model.task_parameters(name).items():
-                own[key.replace(".weight", f".{name}.weight")].copy_(value)
+                weights[key.replace(".weight", f".{name}.weight")].copy_(value)
     plain.eval()
     backbone = spec.build().eval()
     every = {"do_sample": False, "max_new_tokens": options.new_tokens, "use_cache": True, "pad_token_id": 0}
-    for one in (plain.base_model.model, backbone, model.backbone):
-        one.generation_config.eos_token_id = None  # all complete to the end
-    rows = [row for own in prompts.values() for row in own]
-    owners = [name for name, own in prompts.items() for _ in own]
+    for decoder in (plain.base_model.model, backbone, model.backbone):
+        decoder.generation_config.eos_token_id = None  # all complete to the end
+    rows = [row for prompts_of_task in prompts.values() for row in prompts_of_task]
+    owners = [name for name, prompts_of_task in prompts.items() for _ in prompts_of_task]
 
     def task_by_task() -> Completions:
-        found = []
+        completions = []
         for name in names:
             plain.set_adapter(name)
-            found += _appended(plain, prompts[name], every)
-        return found
+            completions += _appended(plain, prompts[name], every)
+        return completions
 
     return {
         "task by task": task_by_task,
         "adapter_names": lambda: _appended(plain, rows, {**every, "adapter_names": owners}),
-        "mux": lambda: [one.token_ids for one in generate(model, prompts, max_new_tokens=options.new_tokens)],
+        "mux": lambda: [row.token_ids for row in generate(model, prompts, max_new_tokens=options.new_tokens)],
         "base": lambda: _appended(backbone, rows, every),
     }
 
@@ -105,17 +105,17 @@ def _appended(model: Any, rows: Sequence[Sequence[int]], settings: dict[str, Any
     return [tuple(row) for row in out[:, length:].tolist()]
 
 
-def require_equal(found: dict[str, Completions]) -> None:
+def require_equal(by_contender: dict[str, Completions]) -> None:
     """Refuse to compare contenders that complete prompts differently.
 
     Raises:
         RuntimeError: naming two contenders and the first row that differs.
     """
-    (first, wanted), *others = found.items()
+    (first, wanted), *others = by_contender.items()
     for name, completions in others:
-        for number, (one, other) in enumerate(zip(completions, wanted, strict=True)):
-            if one != other:
-                raise RuntimeError(f"row {number}: {name} completes it with {one}, {first} with {other}")
+        for number, (completion, other) in enumerate(zip(completions, wanted, strict=True)):
+            if completion != other:
+                raise RuntimeError(f"row {number}: {name} completes it with {completion}, {first} with {other}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -139,10 +139,10 @@ def in_own_process(module: str, *arguments: str, processes: int = 1, limit_s: fl
         # The launcher's own report comes last, and pushes what a process has said out of the end.
         said = "\n".join(line for line in errors.splitlines() if "Error: " in line)
         raise RuntimeError(f"{module} ended with code {process.returncode}:\n{said[:3000]}\n{errors[-3000:]}")
-    (found,) = (line for line in output.splitlines() if line.startswith(_MARK))
-    return json.loads(found.removeprefix(_MARK))
+    (result,) = (line for line in output.splitlines() if line.startswith(_MARK))
+    return json.loads(result.removeprefix(_MARK))
 
 
-def hand_over(found: Any) -> None:
+def hand_over(result: Any) -> None:
     """Give plain values to the process that waits in `in_own_process`; of several processes one does."""
-    print(f"\n{_MARK}{json.dumps(found)}", flush=True)
+    print(f"\n{_MARK}{json.dumps(result)}", flush=True)

@@ -68,8 +68,8 @@ def hardware() -> dict[str, Any]:
 def cpu_name() -> str:
     """Return the processor's name as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    model_name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return model_name[1].strip() if model_name else platform.processor() or platform.machine()
 
 
 def num_cores() -> int:
@@ -85,10 +85,10 @@ def host_kind() -> str:
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
     """Return the versions of what was measured, and of further packages."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in (*PACKAGES, *more):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed

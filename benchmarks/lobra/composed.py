@@ -102,21 +102,21 @@ def compare(num_gpus: int, batch_size: int, seed: int) -> dict[str, Any]:
     single = plan_deployment(lengths, global_batch, num_gpus, curve, budget_s=SINGLE_BUDGET_S, **search)
     single_s = time.perf_counter() - start
     planner = ReplicaPlanner(facts, max_tokens=PASS_TOKENS)
-    found = compose_deployment(tasks, single, curve, planner, budget_s=COMPOSED_BUDGET_S, **search)
+    composed = compose_deployment(tasks, single, curve, planner, budget_s=COMPOSED_BUDGET_S, **search)
     return {
         "num_gpus": num_gpus,
         "batch_size": batch_size,
         "seed": seed,
         "single": single.layout,
-        "composed": found.plan.layout,
+        "composed": composed.plan.layout,
         "single_curve_s": single.expected_step_s,
-        "single_step_s": found.single.step_s,
-        "composed_step_s": found.chosen.step_s,
-        "gain": found.single.step_s / found.chosen.step_s,
-        "fit_error": found.fit_error,
-        "num_plans": found.num_plans,
-        "num_unplanned": found.num_unplanned,
-        "planning_s": {"single": single_s, "composed": found.planning_s},
+        "single_step_s": composed.single.step_s,
+        "composed_step_s": composed.chosen.step_s,
+        "gain": composed.single.step_s / composed.chosen.step_s,
+        "fit_error": composed.fit_error,
+        "num_plans": composed.num_plans,
+        "num_unplanned": composed.num_unplanned,
+        "planning_s": {"single": single_s, "composed": composed.planning_s},
     }
 
 
@@ -132,12 +132,12 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         spent_s = sum(row["planning_s"].values())
         table.row(*(row[key] for key in columns), spent_s, f"{row['single']} -> {row['composed']}")
     for num_gpus, batch_size in dict.fromkeys((row["num_gpus"], row["batch_size"]) for row in rows):
-        own = [row for row in rows if (row["num_gpus"], row["batch_size"]) == (num_gpus, batch_size)]
-        gains = [row["gain"] for row in own]
-        changed = sum(row["single"] != row["composed"] for row in own)
+        matching = [row for row in rows if (row["num_gpus"], row["batch_size"]) == (num_gpus, batch_size)]
+        gains = [row["gain"] for row in matching]
+        changed = sum(row["single"] != row["composed"] for row in matching)
         print(
             f"{num_gpus} GPUs, {batch_size} rows a task: {statistics.median(gains):.2f}x in the median, up to "
-            f"{max(gains):.2f}x; another deployment in {changed} of {len(own)}"
+            f"{max(gains):.2f}x; another deployment in {changed} of {len(matching)}"
         )
 
 

@@ -54,14 +54,14 @@ def print_way(
     table: Table, name: str, bucketings: Sequence[Bucketing], model: ReplicaTimeModel, **options: Any
 ) -> None:
     """Print how fast a way to dispatch makes a step, how long it takes to decide, and how often it is proven."""
-    found, milliseconds = [], []
+    answers, milliseconds = [], []
     for bucketing in bucketings:
         start = time.perf_counter()
-        found.append(dispatch(GROUPS, bucketing, model, **options))
+        answers.append(dispatch(GROUPS, bucketing, model, **options))
         milliseconds.append((time.perf_counter() - start) * 1e3)
-    proven = sum(answer.status == "optimal" for answer in found)
-    step_s = np.mean([answer.makespan_s for answer in found])
-    table.row(name, step_s, *np.quantile(milliseconds, [0.5, 0.9, 1.0]), f"{proven}/{len(found)}")
+    proven = sum(answer.status == "optimal" for answer in answers)
+    step_s = np.mean([answer.makespan_s for answer in answers])
+    table.row(name, step_s, *np.quantile(milliseconds, [0.5, 0.9, 1.0]), f"{proven}/{len(answers)}")
 
 
 def print_parts(bucketings: Sequence[Bucketing], model: ReplicaTimeModel) -> None:
@@ -74,10 +74,10 @@ def print_parts(bucketings: Sequence[Bucketing], model: ReplicaTimeModel) -> Non
         solved = moved if answer is None else answer[0]
         refined, num_moves = refine(problem, GROUPS, model, solved)
         moves.append(num_moves)
-        makespans = [
-            max(predict_replica_s(problem, group, model, row) for group, row in zip(GROUPS, own.tolist(), strict=True))
-            for own in (moved, solved, refined)
-        ]
+        makespans = []
+        for counts in (moved, solved, refined):
+            pairs = zip(GROUPS, counts.tolist(), strict=True)
+            makespans.append(max(predict_replica_s(problem, group, model, row) for group, row in pairs))
         rows.append((problem.group_s(solved).max(), *makespans))
     linear_s, moved_s, solved_s, refined_s = np.mean(rows, axis=0)
     print("\nParts of balanced dispatch, seconds at the ceilings of Eq. 3 (mean)")

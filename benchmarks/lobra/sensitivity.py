@@ -115,10 +115,10 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
                 rows[number].append((gpu_s, padding, solved_s))
     table = Table("R:>3", "step time / that of R = 4:>25.3f", "padding %:>9.1f", "bucketing and dispatch ms:>25.1f")
     base_s = [gpu_s for gpu_s, _, _ in rows[NUMBERS_OF_BUCKETS[0]]]
-    for number, found in rows.items():
-        ratio = statistics.mean(gpu_s / least for (gpu_s, _, _), least in zip(found, base_s, strict=True))
-        padding = 100 * statistics.mean(padding for _, padding, _ in found)
-        solved_ms = 1e3 * statistics.median(seconds for _, _, seconds in found)
+    for number, figures in rows.items():
+        ratio = statistics.mean(gpu_s / least for (gpu_s, _, _), least in zip(figures, base_s, strict=True))
+        padding = 100 * statistics.mean(padding for _, padding, _ in figures)
+        solved_ms = 1e3 * statistics.median(seconds for _, _, seconds in figures)
         table.row(number, ratio, padding, solved_ms)
 
 

@@ -353,18 +353,18 @@ def print_savings(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
     """
     print(f"3. GPU seconds a step, six tasks on {NUM_GPUS} GPUs, as L Figure 8; lognormal lengths, {len(seeds)} seeds")
     print(f"   from 0, {num_steps} drawn batches each; percent saved of Task-Fused with the same fixed boundaries")
-    found = [savings_of_seed(inputs, seed, num_steps) for seed in seeds]
-    _print_fixed(found)
-    _print_chosen(found)
+    savings_of_seeds = [savings_of_seed(inputs, seed, num_steps) for seed in seeds]
+    _print_fixed(savings_of_seeds)
+    _print_chosen(savings_of_seeds)
 
 
-def _print_fixed(found: Sequence[Savings]) -> None:
+def _print_fixed(savings_of_seeds: Sequence[Savings]) -> None:
     """Print GPU seconds with fixed boundaries next to L Figure 8."""
     table = Table(
         "fixed boundaries:<16", "way:<38", "GPU s:>7.1f", "saved %:>8.2f", "range:>16", "paper %:>8.2f", "apart:>+6.1f"
     )
-    for kind in found[0].fixed:
-        costs = np.array([[*savings.fixed[kind], savings.chosen["LobRA"]] for savings in found])
+    for kind in savings_of_seeds[0].fixed:
+        costs = np.array([[*savings.fixed[kind], savings.chosen["LobRA"]] for savings in savings_of_seeds])
         saved = 100 * (1 - costs / costs[:, :1])
         table.row(kind, "Task-Fused", costs[:, 0].mean(), *4 * [""])
         for index, (name, percent) in enumerate(PUBLISHED_SAVINGS, start=1):
@@ -374,19 +374,19 @@ def _print_fixed(found: Sequence[Savings]) -> None:
             table.row("", name, costs[:, index].mean(), saved_percent, spread, percent, saved_percent - percent)
 
 
-def _print_chosen(found: Sequence[Savings]) -> None:
+def _print_chosen(savings_of_seeds: Sequence[Savings]) -> None:
     """Print GPU seconds with boundaries chosen for each step, and the configurations next to L Table 7."""
     print()
     table = Table("boundaries chosen for each step:<31", "GPU s:>7.1f", "over LobRA:>10.2f", "range:>14")
-    for name in found[0].chosen:
-        costs = [savings.chosen[name] for savings in found]
-        ratios = [savings.chosen[name] / savings.chosen["LobRA"] for savings in found]
+    for name in savings_of_seeds[0].chosen:
+        costs = [savings.chosen[name] for savings in savings_of_seeds]
+        ratios = [savings.chosen[name] / savings.chosen["LobRA"] for savings in savings_of_seeds]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         table.row(name, statistics.mean(costs), statistics.mean(ratios), spread)
     print()
     table = Table("Task-Sequential:<26", "L Table 7:<9", "here, by seed:<13")
     for index, (task, theirs) in enumerate(zip(SIX_TASKS, TASK_SEQUENTIAL_7B, strict=True)):
-        ours = "; ".join(dict.fromkeys(savings.configurations[index] for savings in found))
+        ours = "; ".join(dict.fromkeys(savings.configurations[index] for savings in savings_of_seeds))
         table.row(task, theirs, ours)
 
 

@@ -36,44 +36,44 @@ def replicas(settings: Settings, backbone: Path) -> list[Row]:
             {**shared, "kind": "prepare", "profile": profile, "profile_s": settings.profile_s, "tokens": LIMIT_TOKENS},
             1,
         )
-        own = {"memory_limit_gib": prepared["limit_gib"], "cost_profile": profile}
-        found = measure(_contenders(settings, own), case, settings.rounds, backbone)
-    return [*_against(found), *_actual(found["unequal replicas"])]
+        planning = {"memory_limit_gib": prepared["limit_gib"], "cost_profile": profile}
+        times = measure(_contenders(settings, planning), case, settings.rounds, backbone)
+    return [*_against(times), *_actual(times["unequal replicas"])]
 
 
-def _contenders(settings: Settings, own: dict[str, Any]) -> list[Contender]:
+def _contenders(settings: Settings, planning: dict[str, Any]) -> list[Contender]:
     tasks = settings.case("nonuniform").workload().tasks
     longest = {task.name: max(len(row["input_ids"]) for row in task.rows) for task in tasks}
     # A task of short rows alone fits on single processes, as L's Task-Sequential has it.
     alone = tuple({} if longest[task.name] <= LIMIT_TOKENS else {"tensor_parallel_size": 2} for task in tasks)
     return [
-        Contender("unequal replicas", PROCESSES, {**own, "replicas": UNEQUAL}),
-        Contender("the same by length", PROCESSES, {**own, "replicas": UNEQUAL, "dispatch": "length"}),
-        Contender("Task-Fused", PROCESSES, {**own, "tensor_parallel_size": 2}),
+        Contender("unequal replicas", PROCESSES, {**planning, "replicas": UNEQUAL}),
+        Contender("the same by length", PROCESSES, {**planning, "replicas": UNEQUAL, "dispatch": "length"}),
+        Contender("Task-Fused", PROCESSES, {**planning, "tensor_parallel_size": 2}),
         Contender(
             "Task-Sequential",
             PROCESSES,
-            own,
+            planning,
             parts=tuple((task.name,) for task in tasks),
             part_arguments=alone,
         ),
     ]
 
 
-def _against(found: dict[str, Measured]) -> list[Row]:
-    best_s = found["unequal replicas"].median_s
+def _against(times: dict[str, Measured]) -> list[Row]:
+    best_s = times["unequal replicas"].median_s
     rows = []
     for name, paper in (("Task-Fused", "45.0 %"), ("Task-Sequential", "-"), ("the same by length", "32.2 %")):
         # All contenders have the same processes, so that seconds compare as GPU seconds do.
-        saved = 100 * (1 - best_s / found[name].median_s)
+        saved = 100 * (1 - best_s / times[name].median_s)
         rows.append(
-            Row("e", f"L Fig. 7 and 8, {UNEQUAL}: GPU seconds saved of {name}", paper, saved, "%", spread(found))
+            Row("e", f"L Fig. 7 and 8, {UNEQUAL}: GPU seconds saved of {name}", paper, saved, "%", spread(times))
         )
     return rows
 
 
-def _actual(one: Measured) -> list[Row]:
-    ratios = [measured / planned for steps in one.steps for measured, planned in steps if planned]
+def _actual(run: Measured) -> list[Row]:
+    ratios = [measured / planned for steps in run.steps for measured, planned in steps if planned]
     if not ratios:
         return []
     return [
@@ -117,4 +117,4 @@ def two_stages(settings: Settings, data: Path = SHARED_DATA / "lobra") -> list[R
 
 
 def _median_ratio(seconds: Sequence[float], steps_s: Sequence[float]) -> float:
-    return statistics.median(one / step for one, step in zip(seconds, steps_s, strict=True))
+    return statistics.median(measured_s / step for measured_s, step in zip(seconds, steps_s, strict=True))

@@ -33,9 +33,9 @@ def end_to_end(settings: Settings, backbone: Path) -> list[Row]:
             Contender("padded", 2, {**arguments, "planner": "together", **_plain(layout)}, padded=True),
         ]
         for mix in ("uniform", "nonuniform"):
-            found = measure(contenders, settings.case(mix), settings.rounds, backbone)
+            times = measure(contenders, settings.case(mix), settings.rounds, backbone)
             rows += [
-                Row("a", f"M Fig. 14, {layout}, {mix}: against {name}", paper, _times(found, name), "x", spread(found))
+                Row("a", f"M Fig. 14, {layout}, {mix}: against {name}", paper, _times(times, name), "x", spread(times))
                 for name, paper in PAPER_ENDS[mix].items()
             ]
     return rows
@@ -43,13 +43,13 @@ def end_to_end(settings: Settings, backbone: Path) -> list[Row]:
 
 def breakdown(settings: Settings, backbone: Path) -> list[Row]:
     """Figure 16: one technique off at a time, on a pipeline of two stages, light and heavy."""
-    own = LAYOUTS["pp2"]
+    pp2 = LAYOUTS["pp2"]
     contenders = [
-        Contender("mux", 2, own),
-        Contender("without task fusion", 2, {**own, "planner": "interleaved"}),
-        Contender("without operator orchestration", 2, {**own, "pipeline_schedule": "1f1b"}),
-        Contender("without data alignment", 2, own, padded=True),
-        Contender("with a flush at every step", 2, {**own, "pipeline_flush": "every_step"}),
+        Contender("mux", 2, pp2),
+        Contender("without task fusion", 2, {**pp2, "planner": "interleaved"}),
+        Contender("without operator orchestration", 2, {**pp2, "pipeline_schedule": "1f1b"}),
+        Contender("without data alignment", 2, pp2, padded=True),
+        Contender("with a flush at every step", 2, {**pp2, "pipeline_flush": "every_step"}),
     ]
     published = {
         "light": ("-36.1%", "-30.3%", "-22.5%", "-"),
@@ -57,31 +57,32 @@ def breakdown(settings: Settings, backbone: Path) -> list[Row]:
     }
     rows = []
     for load, batch_size in (("light", 2), ("heavy", settings.heavy_rows)):
-        found = measure(contenders, settings.case("nonuniform", batch_size=batch_size), settings.rounds, backbone)
-        for one, paper in zip(contenders[1:], published[load], strict=True):
-            lost = 100 * (found["mux"].median_s / found[one.name].median_s - 1)
-            rows.append(Row("b", f"M Fig. 16, pp2, {load}: {one.name}", paper, lost, "%", spread(found)))
+        times = measure(contenders, settings.case("nonuniform", batch_size=batch_size), settings.rounds, backbone)
+        for contender, paper in zip(contenders[1:], published[load], strict=True):
+            lost = 100 * (times["mux"].median_s / times[contender.name].median_s - 1)
+            rows.append(Row("b", f"M Fig. 16, pp2, {load}: {contender.name}", paper, lost, "%", spread(times)))
     return rows
 
 
 def alignment(settings: Settings, backbone: Path) -> list[Row]:
     """Figures 20 and 13: effective tokens/s of zero padding, of packing alone, and of chunks of several sizes."""
-    own = {**LAYOUTS["pp2"], "planner": "together"}
+    pp2 = {**LAYOUTS["pp2"], "planner": "together"}
     contenders = [
-        Contender("zero padding", 2, own, padded=True),
-        Contender("packing only", 2, own),
-        *(Contender(f"chunks of {size}", 2, {**own, "chunk_size": size, "pad_to_chunks": True}) for size in CHUNKS),
+        Contender("zero padding", 2, pp2, padded=True),
+        Contender("packing only", 2, pp2),
+        *(Contender(f"chunks of {size}", 2, {**pp2, "chunk_size": size, "pad_to_chunks": True}) for size in CHUNKS),
     ]
     case = settings.case("nonuniform")
-    found = measure(contenders, case, settings.rounds, backbone)
+    times = measure(contenders, case, settings.rounds, backbone)
     tokens = case.workload().num_timed_tokens
     rows = []
-    for one in contenders:
-        rate = tokens / found[one.name].median_s
-        gain = found["zero padding"].median_s / found[one.name].median_s
-        paper = "1x" if one.padded else "up to 2.57x (chunks of 128), 3.59x (of 64)" if "chunks" in one.name else "-"
-        what = f"M Fig. 20, pp2, one hTask: effective, {one.name} over zero padding ({rate:,.0f} tokens/s)"
-        rows.append(Row("c", what, paper, gain, "x", spread(found)))
+    for contender in contenders:
+        rate = tokens / times[contender.name].median_s
+        gain = times["zero padding"].median_s / times[contender.name].median_s
+        of_chunks = "up to 2.57x (chunks of 128), 3.59x (of 64)" if "chunks" in contender.name else "-"
+        paper = "1x" if contender.padded else of_chunks
+        what = f"M Fig. 20, pp2, one hTask: effective, {contender.name} over zero padding ({rate:,.0f} tokens/s)"
+        rows.append(Row("c", what, paper, gain, "x", spread(times)))
     return rows
 
 
@@ -90,13 +91,13 @@ def memory(settings: Settings, backbone: Path) -> list[Row]:
     rows = []
     for number in settings.task_numbers:
         case = settings.case("nonuniform", num_tasks=number)
-        found = {name: audit(name, case, 1) for name in ("mux", "hf", "padded")}
+        audits = {name: audit(name, case, 1) for name in ("mux", "hf", "padded")}
         for what, taken, paper in (
-            ("a backbone for each task (computed)", found["hf"].replicated_bytes, "up to 5.29x"),
-            ("padded joint batch", found["padded"].peak_bytes, "up to 1.46x"),
+            ("a backbone for each task (computed)", audits["hf"].replicated_bytes, "up to 5.29x"),
+            ("padded joint batch", audits["padded"].peak_bytes, "up to 1.46x"),
         ):
-            ratio = taken / found["mux"].peak_bytes
-            peak = f"mux takes {found['mux'].peak_bytes / 2**20:,.0f} MiB"
+            ratio = taken / audits["mux"].peak_bytes
+            peak = f"mux takes {audits['mux'].peak_bytes / 2**20:,.0f} MiB"
             rows.append(Row("d", f"M Fig. 17, {number} tasks: memory of {what}", paper, ratio, "x", peak))
     return rows
 
@@ -106,5 +107,5 @@ def _plain(layout: str) -> dict[str, Any]:
     return {"pipeline_schedule": "1f1b"} if layout == "pp2" else {"interleaved_passes": 1}
 
 
-def _times(found: dict[str, Measured], name: str) -> float:
-    return found[name].median_s / found["mux"].median_s
+def _times(times: dict[str, Measured], name: str) -> float:
+    return times[name].median_s / times["mux"].median_s

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     settings = _settings(options)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "commands": [" ".join(["python -m benchmarks.papers", *given])],
         "hardware": hardware(),
@@ -65,54 +65,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "faults": {},
     }
     if options.write and RESULT.exists():
-        keep_others(found, json.loads(RESULT.read_text(encoding="utf-8")), options.parts)
+        keep_others(result, json.loads(RESULT.read_text(encoding="utf-8")), options.parts)
     with tempfile.TemporaryDirectory() as folder:
         backbone = Path(folder) / "backbone"
         launch({"kind": "prepare", "case": settings.case("uniform").to_json(), "backbone": str(backbone)}, 1)
         for part in options.parts:
-            _run_part(part, settings, backbone, found)
+            _run_part(part, settings, backbone, result)
             if options.write:
-                RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     table = Table("figure:<86", "paper:<44", "here:>8")
-    for row in found["rows"]:
+    for row in result["rows"]:
         table.row(row["what"], row["paper"], figure(row))
     if options.write:
-        _write_page(found)
+        _write_page(result)
         print(f"written: {RESULT.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
-    return int(bool(found["faults"]))
+    return int(bool(result["faults"]))
 
 
-def _write_page(found: dict[str, Any]) -> None:
+def _write_page(result: dict[str, Any]) -> None:
     """Write the measured figures; what is simulated, by other commands, stays."""
     _, heading, simulated = PAGE.read_text(encoding="utf-8").partition("\n## Simulated\n")
-    PAGE.write_text(page(found) + heading + simulated, encoding="utf-8")
+    PAGE.write_text(page(result) + heading + simulated, encoding="utf-8")
 
 
-def keep_others(found: dict[str, Any], before: dict[str, Any], parts: Sequence[str]) -> None:
+def keep_others(result: dict[str, Any], before: dict[str, Any], parts: Sequence[str]) -> None:
     """Take over what an earlier run found of the parts that are not run again; nothing of one with other settings.
 
     Args:
-        found: what this run finds, so far nothing; changed.
+        result: what this run finds, so far nothing; changed.
         before: what the earlier run wrote.
         parts: letters of the parts that are run now.
     """
-    if before["settings"] == found["settings"]:
-        found["commands"] = [*(one for one in before["commands"] if one not in found["commands"]), *found["commands"]]
-        found["rows"] = [row for row in before["rows"] if row["part"] not in parts]
+    if before["settings"] == result["settings"]:
+        earlier = [command for command in before["commands"] if command not in result["commands"]]
+        result["commands"] = [*earlier, *result["commands"]]
+        result["rows"] = [row for row in before["rows"] if row["part"] not in parts]
         for key in ("seconds", "faults"):
-            found[key] = {part: value for part, value in before[key].items() if part not in parts}
+            result[key] = {part: value for part, value in before[key].items() if part not in parts}
 
 
-def _run_part(part: str, settings: Settings, backbone: Path, found: dict[str, Any]) -> None:
-    """Add the rows of a part to what was found, or its fault: the other parts still run."""
+def _run_part(part: str, settings: Settings, backbone: Path, result: dict[str, Any]) -> None:
+    """Add the rows of a part to the result, or its fault: the other parts still run."""
     print(f"{part}: {PARTS[part]}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     try:
-        found["rows"] += [asdict(row) for row in _RUNS[part](settings, backbone)]
+        result["rows"] += [asdict(row) for row in _RUNS[part](settings, backbone)]
     except Exception as error:  # a part that fails is reported, and the others run
-        found["faults"][part] = f"{type(error).__name__}: {error}"
-        print(f"FAULT {part}: {found['faults'][part]}", flush=True)
-    found["seconds"][part] = time.perf_counter() - start
+        result["faults"][part] = f"{type(error).__name__}: {error}"
+        print(f"FAULT {part}: {result['faults'][part]}", flush=True)
+    result["seconds"][part] = time.perf_counter() - start
 
 
 def _settings(options: argparse.Namespace) -> Settings:

@@ -79,15 +79,15 @@ def measure(contenders: Sequence[Contender], case: Case, rounds: int, backbone: 
         RuntimeError: with the end of its output, where a run fails.
     """
     short = dataclasses.replace(case, num_steps=_AUDITED_STEPS)
-    check_equal_work({one.name: _run(one, short, backbone, True)[2] for one in contenders})
-    found = {one.name: Measured([], one.processes, []) for one in contenders}
+    check_equal_work({contender.name: _run(contender, short, backbone, True)[2] for contender in contenders})
+    measured = {contender.name: Measured([], contender.processes, []) for contender in contenders}
     for turn in range(rounds):
-        for one in rotated(contenders, turn):
-            print(f"  round {turn + 1} of {rounds}: {one.name}", file=sys.stderr, flush=True)
-            seconds, steps, _ = _run(one, case, backbone, False)
-            found[one.name].seconds.append(seconds)
-            found[one.name].steps.append(steps)
-    return found
+        for contender in rotated(contenders, turn):
+            print(f"  round {turn + 1} of {rounds}: {contender.name}", file=sys.stderr, flush=True)
+            seconds, steps, _ = _run(contender, case, backbone, False)
+            measured[contender.name].seconds.append(seconds)
+            measured[contender.name].steps.append(steps)
+    return measured
 
 
 def launch(job: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -109,36 +109,36 @@ def launch(job: dict[str, Any], processes: int) -> dict[str, Any]:
 
 
 def _run(
-    one: Contender, case: Case, backbone: Path, records_losses: bool
+    contender: Contender, case: Case, backbone: Path, records_losses: bool
 ) -> tuple[float, list[tuple[float, float]], dict[str, list[float]]]:
     """Return seconds of all steps but each task's first, those of each, and the losses of each task."""
     seconds, steps, losses = 0.0, [], {}
     shared = {"case": case.to_json(), "backbone": str(backbone), "records_losses": records_losses}
-    if one.is_hf:
-        found = launch({**shared, "kind": "hf", "threads": one.processes}, 1)
-        return found["steps_s"], [], found["losses"]
-    parts, further = one.parts or ((),), one.part_arguments or ({},) * max(1, len(one.parts))
+    if contender.is_hf:
+        output = launch({**shared, "kind": "hf", "threads": contender.processes}, 1)
+        return output["steps_s"], [], output["losses"]
+    parts, further = contender.parts or ((),), contender.part_arguments or ({},) * max(1, len(contender.parts))
     for tasks, arguments in zip(parts, further, strict=True):
-        job = {**shared, "kind": "train", "tasks": tasks, "padded": one.padded}
-        found = launch({**job, "arguments": {**one.arguments, **arguments}}, one.processes)
-        own = steps_of(found)
-        seconds += sum(measured for measured, _ in own)
-        steps += own
-        losses |= found["losses"]
+        job = {**shared, "kind": "train", "tasks": tasks, "padded": contender.padded}
+        output = launch({**job, "arguments": {**contender.arguments, **arguments}}, contender.processes)
+        timed_steps = steps_of(output)
+        seconds += sum(measured for measured, _ in timed_steps)
+        steps += timed_steps
+        losses |= output["losses"]
     # In the order of the tasks, as the other contenders have them.
     return seconds, steps, {task.name: losses[task.name] for task in case.workload().tasks}
 
 
-def steps_of(found: dict[str, Any]) -> list[tuple[float, float]]:
+def steps_of(output: dict[str, Any]) -> list[tuple[float, float]]:
     """Return measured and predicted seconds of all steps of a run but those in which some task took its first.
 
     Args:
-        found: what a worker wrote: when each step of the run ended, what was predicted for it, and how many steps
+        output: what a worker wrote: when each step of the run ended, what was predicted for it, and how many steps
             each task had taken by then. Tasks need not step together.
     """
-    ends, planned, counts = found["ends_s"], found["planned_s"], found["counts"]
-    if set(counts[-1]) != {found["steps"]}:
-        raise RuntimeError(f"a run of {found['steps']} steps ended with {counts[-1]} steps of its tasks.")
+    ends, planned, counts = output["ends_s"], output["planned_s"], output["counts"]
+    if set(counts[-1]) != {output["steps"]}:
+        raise RuntimeError(f"a run of {output['steps']} steps ended with {counts[-1]} steps of its tasks.")
     counted = []
     for i in range(1, len(ends)):
         if not any(now == 1 and before == 0 for before, now in zip(counts[i - 1], counts[i], strict=True)):
@@ -146,8 +146,8 @@ def steps_of(found: dict[str, Any]) -> list[tuple[float, float]]:
     return counted
 
 
-def spread(found: dict[str, Measured]) -> str:
+def spread(times: dict[str, Measured]) -> str:
     """Return the seconds of every round, which show how far a ratio may be trusted."""
     return "; ".join(
-        f"{name} " + "/".join(f"{s:.2f}" for s in measured.seconds) + " s" for name, measured in found.items()
+        f"{name} " + "/".join(f"{s:.2f}" for s in measured.seconds) + " s" for name, measured in times.items()
     )

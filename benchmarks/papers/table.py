@@ -74,18 +74,18 @@ class Settings:
         return Case(mix, num_tasks or self.num_tasks, self.num_steps, self.model, batch_size)
 
 
-def page(found: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """Return the page of the documentation that a result makes.
 
     Args:
-        found: what `run.py` wrote.
+        result: what `run.py` wrote.
     """
-    hardware, versions = found["hardware"], found["versions"]
-    commands = ", then ".join(f"`{one}`" for one in found["commands"])
+    hardware, versions = result["hardware"], result["versions"]
+    commands = ", then ".join(f"`{command}`" for command in result["commands"])
     lines = [
         "# The papers' evaluations",
         "",
-        f"Written by {commands} ({found['date']}); `benchmarks/papers/` describes each figure.",
+        f"Written by {commands} ({result['date']}); `benchmarks/papers/` describes each figure.",
         "Ratios compare the time of all steps except each task's first. Contenders alternate in one run, after a check",
         "that losses are equal; `benchmarks/results/papers.json` has the seconds of each run. The papers used A40,",
         "H100 and A100 GPUs, and backbones of 2.7B parameters or more, so only the direction is comparable. M is",
@@ -93,15 +93,15 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"{hardware['cpu']}, {hardware['cores']} cores, load average {hardware['load_average']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f". Settings: {found['settings']}.",
+        + f". Settings: {result['settings']}.",
     ]
     for part, title in PARTS.items():
-        rows = [row for row in found["rows"] if row["part"] == part]
+        rows = [row for row in result["rows"] if row["part"] == part]
         if not rows:
             continue
         lines += ["", f"## {title}", "", "| figure | paper | here |", "|---|---|---|"]
         lines += [f"| {_without_figure(row['what'], title)} | {row['paper']} | {figure(row)} |" for row in rows]
-    left = [part for part in PARTS if part not in {row["part"] for row in found["rows"]}]
+    left = [part for part in PARTS if part not in {row["part"] for row in result["rows"]}]
     if left:
         lines += ["", "Not in this run: " + "; ".join(PARTS[part] for part in left) + "."]
     return "\n".join([*lines, ""])
@@ -109,8 +109,8 @@ def page(found: dict[str, Any]) -> str:
 
 def _without_figure(what: str, title: str) -> str:
     """Return what a row compares, without the figure's number if the heading has it."""
-    found = re.match(r"[ML] Fig\. (\d+), ", what)
-    return what[found.end() :] if found and found[1] in re.findall(r"\d+", title) else what
+    match = re.match(r"[ML] Fig\. (\d+), ", what)
+    return what[match.end() :] if match and match[1] in re.findall(r"\d+", title) else what
 
 
 def figure(row: dict[str, Any]) -> str:

@@ -19,9 +19,9 @@ from benchmarks.training.workloads import IGNORE_INDEX, Case, TaskWorkload, Work
 def main() -> None:
     """Do the job that the command line names; the first process hands over what it found."""
     job = json.loads(sys.argv[1])
-    found = {"train": train, "hf": train_hf, "prepare": prepare}[job["kind"]](job)
-    if found is not None:
-        hand_over(found)
+    result = {"train": train, "hf": train_hf, "prepare": prepare}[job["kind"]](job)
+    if result is not None:
+        hand_over(result)
 
 
 def train(job: dict[str, Any]) -> dict[str, Any] | None:
@@ -76,14 +76,14 @@ def prepare(job: dict[str, Any]) -> dict[str, Any]:
     case = Case.from_json(job["case"])
     case.model.build().save_pretrained(job["backbone"])
     trainer, _ = _trainer(job)
-    found: dict[str, Any] = {}
+    facts_of_model: dict[str, Any] = {}
     if job.get("profile"):
         profile = trainer.measure_profile(job["profile_s"])
         Path(job["profile"]).write_text(profile.to_json(), encoding="utf-8")
     if job.get("tokens"):
         facts = run_facts(trainer._plans.planner, trainer.table.plannable)
-        found["limit_gib"] = facts.memory.peak_bytes(facts.loads, job["tokens"]) / 2**30
-    return found
+        facts_of_model["limit_gib"] = facts.memory.peak_bytes(facts.loads, job["tokens"]) / 2**30
+    return facts_of_model
 
 
 def _trainer(job: dict[str, Any]) -> tuple[Any, Workload]:

@@ -138,8 +138,8 @@ def run_mix(tasks: Sequence[MixTask], options: argparse.Namespace) -> dict[str, 
     """Train a mix in this process, which must be a fresh one; return its time, plan and peak of memory."""
     tiny = ModelSpec(hidden_size=128, num_layers=1, intermediate_size=128, num_heads=2, vocab_size=64)
     train(tiny, tasks[:1], 2, options.clock)
-    found, peak_bytes = measured_peak(lambda: train(options.model, tasks, options.steps, options.clock))
-    return {**found, "peak_bytes": peak_bytes}
+    figures, peak_bytes = measured_peak(lambda: train(options.model, tasks, options.steps, options.clock))
+    return {**figures, "peak_bytes": peak_bytes}
 
 
 # ------------------------------------------------------------------ predicted

@@ -119,10 +119,10 @@ def _end_to_end(figure: str, device: str, most_gpus: int, paper: dict[str, tuple
                 kinds = [TaskKind(lengths[number % len(lengths)], batch_size, RANK) for number in range(8)]
                 # Systems that do not share a backbone run one task after another.
                 step_s = {
-                    name: one.speed(kinds).step_s
-                    if one.max_tasks > 1
-                    else sum(one.speed([kind]).step_s for kind in kinds)
-                    for name, one in systems.items()
+                    name: system.speed(kinds).step_s
+                    if system.max_tasks > 1
+                    else sum(system.speed([kind]).step_s for kind in kinds)
+                    for name, system in systems.items()
                 }
                 what = f"{model}, {num_gpus} GPUs, 8 tasks of {batch_size} x {'/'.join(map(str, lengths))}"
                 for name, published in paper.items():
@@ -299,17 +299,17 @@ def figure_20(device: str) -> list[Row]:
         ("(b)", "WL-B", 128, ("3.77x", "2.57x")),
     ):
         for num_tasks in (2, 4, 8):
-            own = bench.workload(WORKLOADS[workload][:num_tasks])
-            longest = max(load.longest for load in own)
-            padded = [_padded(load, longest) for load in own]
-            chunked = [_padded(load, -(-load.longest // chunk) * chunk) for load in own]
+            loads = bench.workload(WORKLOADS[workload][:num_tasks])
+            longest = max(load.longest for load in loads)
+            padded = [_padded(load, longest) for load in loads]
+            chunked = [_padded(load, -(-load.longest // chunk) * chunk) for load in loads]
             padded_s = bench.makespan_s([bench.bucket(padded, 1)], "gpipe")
             # The chunks of a pack pass the pipeline one after another; backward runs from the last to the first, so
             # that all forwards come first.
             chunked_s = bench.makespan_s([bench.bucket(chunked, longest // chunk)], "gpipe")
             overall = tokens_of(chunked) / chunked_s * padded_s / tokens_of(padded)
             what = f"{num_tasks} tasks of {workload}, chunk {chunk} / zero padding"
-            published = [f"up to {one}" if num_tasks == 8 else "-" for one in paper]
+            published = [f"up to {factor}" if num_tasks == 8 else "-" for factor in paper]
             rows += [
                 Row(f"20{part}", f"{what}: throughput", published[0], overall, "x"),
                 Row(f"20{part}", f"{what}: effective throughput", published[1], padded_s / chunked_s, "x"),
@@ -330,17 +330,18 @@ FIGURES = {
 
 def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """Return rows for the documentation; of those that differ in the batch alone, the least and the greatest."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         what = row.what
         if row.figure in ("14", "15"):
             mix = "non-uniform" if "/" in what else "uniform"
             what = f"{what.split(', 8 tasks')[0]}, {mix}:{what.split(':')[1]}"
-        found.setdefault((row.figure, what, row.paper), []).append(row)
-    return [
-        (*key, " to ".join(one.text for one in sorted({own[0], own[-1]}, key=lambda one: one.ours)))
-        for key, own in ((key, sorted(own, key=lambda one: one.ours)) for key, own in found.items())
-    ]
+        groups.setdefault((row.figure, what, row.paper), []).append(row)
+    lines = []
+    for key, group in groups.items():
+        group.sort(key=lambda row: row.ours)
+        lines.append((*key, " to ".join(row.text for row in dict.fromkeys((group[0], group[-1])))))
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -136,12 +136,12 @@ def set_partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 CHOICES: dict[str, Callable[[Instance], Partition]] = {
-    "Eq. 6 as printed": lambda one: one.fused(charges_longest=False, knows_count=False),
-    "lowest whole, share by C": lambda one: one.fused(charges_longest=False, knows_count=True),
-    "longest whole, share 1/S": lambda one: one.fused(charges_longest=True, knows_count=False),
-    "longest whole, share by C": lambda one: one.fused(charges_longest=True, knows_count=True),
-    "all in one hTask": lambda one: [range(len(one.tokens))],
-    "each task an hTask": lambda one: [[task] for task in range(len(one.tokens))],
+    "Eq. 6 as printed": lambda instance: instance.fused(charges_longest=False, knows_count=False),
+    "lowest whole, share by C": lambda instance: instance.fused(charges_longest=False, knows_count=True),
+    "longest whole, share 1/S": lambda instance: instance.fused(charges_longest=True, knows_count=False),
+    "longest whole, share by C": lambda instance: instance.fused(charges_longest=True, knows_count=True),
+    "all in one hTask": lambda instance: [range(len(instance.tokens))],
+    "each task an hTask": lambda instance: [[task] for task in range(len(instance.tokens))],
 }
 
 
@@ -160,8 +160,8 @@ def main() -> None:
         )
         table = Table("choice:<26", "median:>8.4f", "90 %:>8.4f", "worst:>8.4f", "median, S > 1:>14.4f")
         for name, choose in CHOICES.items():
-            ratios = [one.partition_s(choose(one)) / least for one, least in zip(instances, best_s, strict=True)]
-            pipelined = [ratio for one, ratio in zip(instances, ratios, strict=True) if one.num_stages > 1]
+            ratios = [tasks.partition_s(choose(tasks)) / least for tasks, least in zip(instances, best_s, strict=True)]
+            pipelined = [ratio for tasks, ratio in zip(instances, ratios, strict=True) if tasks.num_stages > 1]
             ninetieth = statistics.quantiles(ratios, n=10, method="inclusive")[-1]
             table.row(name, statistics.median(ratios), ninetieth, max(ratios), statistics.median(pipelined))
 

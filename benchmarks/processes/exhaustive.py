@@ -53,9 +53,9 @@ def main() -> None:
     """Run both ranks and print the table; in a rank, measure."""
     options = _parser().parse_args()
     if options.worker:
-        found = measure(options)
+        result = measure(options)
         if os.environ["RANK"] == "0":
-            hand_over(found)
+            hand_over(result)
         return
     with tempfile.TemporaryDirectory() as folder:
         given = [argument for argument in sys.argv[1:] if argument != "--write"]
@@ -66,12 +66,12 @@ def main() -> None:
     if options.write:
         # A run of one layout leaves what is stored of the other.
         stored = read_result(f"exhaustive-{host_kind()}")
-        own = {
+        result_of_layouts = {
             layout: {"summary": figures, "rows": [row for row in rows if row["layout"] == layout]}
             for layout, figures in summary.items()
         }
         kept = {layout: stored[layout] for layout in LAYOUTS if layout in stored}
-        write_result(f"exhaustive-{host_kind()}", {**kept, **own})
+        write_result(f"exhaustive-{host_kind()}", {**kept, **result_of_layouts})
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -170,8 +170,8 @@ class _Trial(TrainerCallback):
 
     def _finals(self) -> Iterator[int]:
         """Return the turns of the fastest plans and of the planner's own, the same on both ranks."""
-        medians = self.trainer._run.processes.gather([statistics.median(own) for own in self.seconds])
-        total = [sum(own) for own in zip(*medians, strict=True)]
+        medians = self.trainer._run.processes.gather([statistics.median(seconds) for seconds in self.seconds])
+        total = [sum(medians_of_way) for medians_of_way in zip(*medians, strict=True)]
         fastest = sorted(range(len(total)), key=total.__getitem__)[: self.options.finalists]
         self.order = list(dict.fromkeys([0, *fastest]))
         self.seconds = [[] for _ in self.plans]
@@ -180,14 +180,14 @@ class _Trial(TrainerCallback):
     def _all_plans(self) -> list[Plan]:
         """Return the planner's own plan, and all others that differ from it and from each other."""
         plans = self.trainer._plans
-        found = {_key(plans.current): plans.current}
+        plans_by_key = {_key(plans.current): plans.current}
         num_tasks = len(plans.current.shares)
-        partitions = [Partition(own, grouped) for own in _partitions(num_tasks) for grouped in (False, True)]
-        ways = [(one, n, width) for one in partitions for n in MICRO_BATCHES for width in WIDTHS[self.layout]]
+        partitions = [Partition(groups, grouped) for groups in _partitions(num_tasks) for grouped in (False, True)]
+        ways = [(grouping, n, width) for grouping in partitions for n in MICRO_BATCHES for width in WIDTHS[self.layout]]
         for partition, count, width in ways:
             plan = self._plan(partition, count, width)
-            found.setdefault(_key(plan), plan)
-        return list(found.values())
+            plans_by_key.setdefault(_key(plan), plan)
+        return list(plans_by_key.values())
 
     def _plan(self, partition: Partition, count: int, width: int) -> Plan:
         planner, before = self.trainer._plans.planner, self.trainer._plans.planner.args
@@ -213,8 +213,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = ModelSpec(hidden_size=size, num_layers=options.layers, intermediate_size=size * 43 // 16, vocab_size=1024)
     rank, folder, rows = int(os.environ["RANK"]), options.folder, []
     for layout in options.layouts:
-        own = {**LAYOUTS[layout], "pipeline_flush": "every_step"}
-        first = trainer_for(model.build, _workload(0, options), f"{folder}/profile-{layout}", False, **own)
+        common = {**LAYOUTS[layout], "pipeline_flush": "every_step"}
+        first = trainer_for(model.build, _workload(0, options), f"{folder}/profile-{layout}", False, **common)
         measured, profile = first.measure_profile(options.profile_s).to_json(), folder / f"{layout}.json"
         if rank == 0:
             unfinished = folder / "unfinished.json"
@@ -224,7 +224,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             time.sleep(0.05)
         for number in options.only or range(options.mixes):
             work = _workload(number, options)
-            arguments = {**own, "cost_profile": str(profile)}
+            arguments = {**common, "cost_profile": str(profile)}
             trainer = trainer_for(model.build, work, f"{folder}/{layout}-{number}", False, **arguments)
             rows.append(_row(trainer, work, layout, options))
     return rows
@@ -251,11 +251,11 @@ def _row(trainer: Any, work: Workload, layout: str, options: argparse.Namespace)
 
 def _partitions(num_tasks: int) -> list[tuple[tuple[int, int], ...]]:
     """Return all ways to cut so many tasks into consecutive intervals."""
-    found = []
+    partitions = []
     for cuts in itertools.product((False, True), repeat=num_tasks - 1):
         bounds = [0, *(index for index, cut in enumerate(cuts, start=1) if cut), num_tasks]
-        found.append(tuple(itertools.pairwise(bounds)))
-    return found
+        partitions.append(tuple(itertools.pairwise(bounds)))
+    return partitions
 
 
 def _key(plan: Plan) -> tuple[Any, ...]:
@@ -280,8 +280,8 @@ def _workload(number: int, options: argparse.Namespace) -> Workload:
     for index in range(2 + number % 3):
         count, low, high = (draw.randint(2, 8), 10, 70) if draw.random() < 0.6 else (draw.randint(1, 2), 100, 200)
         rows = [[draw.randrange(1024) for _ in range(draw.randint(low, high))] for _ in range(count)]
-        own = tuple({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows)
-        tasks.append(TaskWorkload(f"task-{index}", "drawn", draw.choice(RANKS), index, count, own))
+        token_rows = tuple({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows)
+        tasks.append(TaskWorkload(f"task-{index}", "drawn", draw.choice(RANKS), index, count, token_rows))
     return Workload("drawn", tuple(tasks), _STEPS, "drawn", learning_rate=1e-4)
 
 

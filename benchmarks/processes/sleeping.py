@@ -108,9 +108,8 @@ def run(layout: str, options: argparse.Namespace, **changes: Any) -> dict[str, A
     failed = sorted({name for rank in ranks for name in rank["failed"]})
     if failed:
         raise SystemExit(f"tasks failed in {layout}: {failed}.")
-    seconds = [
-        max(own[1] for own in marks) - min(own[0] for own in marks) for marks in zip(*_of(ranks, "marks"), strict=True)
-    ]
+    marks_of_steps = zip(*_of(ranks, "marks"), strict=True)
+    seconds = [max(mark[1] for mark in marks) - min(mark[0] for mark in marks) for marks in marks_of_steps]
     steps_s = by_step(seconds, settings.num_steps)
     measured_s = statistics.median(steps_s)
     return {
@@ -123,7 +122,7 @@ def run(layout: str, options: argparse.Namespace, **changes: Any) -> dict[str, A
         "steps_s": steps_s,
         "late_share": max(_of(ranks, "late_s")) / sum(seconds),
         "summed_share": max(_of(ranks, "summed_s")) / sum(seconds),
-        "passed_s": [statistics.median(own[1:]) for own in _of(ranks, "passed_s")],
+        "passed_s": [statistics.median(per_step[1:]) for per_step in _of(ranks, "passed_s")],
         "update_s": max(_of(ranks, "update_s")),
         **{name: ranks[0][name] for name in ("turns", "run_plan_s", "layers")},
         "counts": _of(ranks, "counts"),
@@ -175,15 +174,15 @@ def price(trainer: Any, settings: Settings, replicas: Sequence[ParallelConfig]) 
 
 def loads_of(options: argparse.Namespace) -> tuple[Load, ...]:
     """Return tasks of short, middle and long rows, in proportion to the devices; lengths are of the tiny model."""
-    draw, found = np.random.default_rng(options.seed), []
+    draw, loads = np.random.default_rng(options.seed), []
     num_devices = options.nodes * options.per_node
     kinds = [(120, 3.0), (120, 3.0), (400, 1.0), (400, 1.0), (400, 1.0), (1000, 0.4), (1000, 0.4), (2400, 0.1)]
     for index, (mean_tokens, rows_each) in enumerate(kinds[: options.tasks]):
         count = max(1, round(rows_each * num_devices * options.rows))
         lengths = mean_tokens * draw.lognormal(-0.08, 0.4, count) / TOKENS
         lengths = np.clip(lengths, 2, options.max_tokens / TOKENS).astype(int)
-        found.append(Load(f"task-{index}", tuple(map(int, lengths)), (8, 16, 32, 64)[index % 4] // RANKS))
-    return tuple(found)
+        loads.append(Load(f"task-{index}", tuple(map(int, lengths)), (8, 16, 32, 64)[index % 4] // RANKS))
+    return tuple(loads)
 
 
 def shrunk_cluster(cluster: Cluster, slow: float) -> Cluster:
@@ -242,9 +241,9 @@ def _smaller(table: AdapterTable) -> AdapterTable:
 
 def launch(settings: Settings, num_ranks: int, limit_s: float) -> list[dict[str, Any]]:
     """Run all ranks, forked from this process; return what each found."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     # Ranks share the pages of this process, which has imported and planned everything, but trained nothing.
     gc.freeze()
     context = multiprocessing.get_context("fork")
@@ -255,21 +254,21 @@ def launch(settings: Settings, num_ranks: int, limit_s: float) -> list[dict[str,
         process.start()
         sender.close()
         running.append((process, receiver))
-    deadline, found = time.monotonic() + limit_s, []
+    deadline, messages = time.monotonic() + limit_s, []
     try:
         for rank, (_, receiver) in enumerate(running):
             if not receiver.poll(max(1.0, deadline - time.monotonic())):
                 raise SystemExit(f"rank {rank} of {settings.layout} is still running after {limit_s:.0f} s.")
             try:
-                found.append(receiver.recv())
+                messages.append(receiver.recv())
             except EOFError:
                 raise SystemExit(f"rank {rank} of {settings.layout} has died. See what it printed above.") from None
     finally:
         for process, _ in running:
-            if len(found) < num_ranks:
+            if len(messages) < num_ranks:
                 process.kill()
             process.join(20)
-    return found
+    return messages
 
 
 def _rank(sender: Any, rank: int, num_ranks: int, port: int, settings: Settings) -> None:

@@ -232,14 +232,14 @@ class SleepingDevice:
         """Return the stretches of a pass here, by the tokens that it really has."""
         loads = [
             replace(
-                self.loads[one.task],
-                lengths=one.lengths,
-                shared=one.shared,
-                num_targets=one.num_targets,
+                self.loads[row.task],
+                lengths=row.lengths,
+                shared=row.shared,
+                num_targets=row.num_targets,
                 longest_row_tokens=0,
                 trie=None,
             )
-            for one in rows_of(batch)
+            for row in rows_of(batch)
         ]
         parts = self.cost.pass_parts(self.stage, self.cost.pass_work(loads, [whole_pass(loads)]))
         stretch = Stretch(
@@ -252,17 +252,17 @@ class SleepingDevice:
 
     def compute(self, batch: MuxBatch, direction: Direction, act: Callable[[], Any]) -> Any:
         """Run what a pass computes; it ends when the seconds of all its stretches have passed."""
-        own = self.own
+        state = self.own
         if direction == "forward":
             self.counts.update(passes=1, tokens=batch.num_computed)
-        own.chain, own.depth, own.resumed_s = deque(self.chain(batch, direction)), 0, time.perf_counter()
+        state.chain, state.depth, state.resumed_s = deque(self.chain(batch, direction)), 0, time.perf_counter()
         try:
             result = act()
             if len(self.shards) > 1:
-                self.counts["missing"] += sum(one.compute_s > 0 for one in list(own.chain)[1:])
-            self._end_stretch(sum(one.compute_s for one in own.chain))
+                self.counts["missing"] += sum(stretch.compute_s > 0 for stretch in list(state.chain)[1:])
+            self._end_stretch(sum(stretch.compute_s for stretch in state.chain))
         finally:
-            own.chain = None
+            state.chain = None
         return result
 
     def _end_stretch(self, seconds: float) -> None:

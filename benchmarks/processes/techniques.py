@@ -44,15 +44,15 @@ class Technique(NamedTuple):
 
 def arms_of(**arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return arms that differ in the arguments of the run."""
-    return {name.replace("_", " ").strip(): {"arguments": own} for name, own in arguments.items()}
+    return {name.replace("_", " ").strip(): {"arguments": values} for name, values in arguments.items()}
 
 
 def techniques() -> dict[str, Technique]:
     """Return all comparisons by name."""
-    found = {}
+    by_name = {}
     for count in (1, 2, 4):
         apart = {"num_micro_batches": count, "planner": "interleaved"}
-        found[f"template, C = {count}"] = Technique(
+        by_name[f"template, C = {count}"] = Technique(
             "<1,4>x1",
             {"per_node": 4, "tasks": 4},
             arms_of(
@@ -64,23 +64,23 @@ def techniques() -> dict[str, Technique]:
         )
     turns = arms_of(in_turns={"interleaved_passes": 4}, one_by_one={"interleaved_passes": 1})
     for link in (100, 50, 25):
-        found[f"turns, {link} GB/s"] = Technique("<2,1>x1", {"per_node": 2, "tasks": 4, "link": link}, turns)
+        by_name[f"turns, {link} GB/s"] = Technique("<2,1>x1", {"per_node": 2, "tasks": 4, "link": link}, turns)
     for lowest in (0, 8, 14):
         cuts = {"by work": {"lowest_layer": lowest}, "evenly": {"lowest_layer": lowest, "is_cut_evenly": True}}
-        found[f"stages, adapters from layer {lowest}"] = Technique("<1,2>x1", {"per_node": 2, "tasks": 4}, cuts)
+        by_name[f"stages, adapters from layer {lowest}"] = Technique("<1,2>x1", {"per_node": 2, "tasks": 4}, cuts)
     policies = arms_of(**{name: {"planner": name} for name in ("mux", "together", "interleaved")})
-    found["policies"] = Technique("<1,1>x1", {"per_node": 1}, policies)
+    by_name["policies"] = Technique("<1,1>x1", {"per_node": 1}, policies)
     dispatches = arms_of(**{name: {"dispatch": name} for name in ("balanced", "length", "uniform")})
-    found["dispatch"] = Technique("<1,2>x1, <1,1>x2", {"per_node": 4}, dispatches)
-    return found
+    by_name["dispatch"] = Technique("<1,2>x1, <1,1>x2", {"per_node": 4}, dispatches)
+    return by_name
 
 
 def compare(name: str, technique: Technique, options: argparse.Namespace, table: Table) -> list[dict[str, Any]]:
     """Run all arms, print a line of each, and return them."""
-    own = argparse.Namespace(**{**vars(options), "nodes": 1, **technique.options})
+    settings = argparse.Namespace(**{**vars(options), "nodes": 1, **technique.options})
     rows: list[dict[str, Any]] = []
     for arm, changes in technique.arms.items():
-        row = {"technique": name, "arm": arm, **sleeping.run(technique.layout, own, **changes)}
+        row = {"technique": name, "arm": arm, **sleeping.run(technique.layout, settings, **changes)}
         faster, planned = ((row[key] / (rows or [row])[0][key]) for key in ("measured_s", "planned_s"))
         rows.append(row | {"faster": faster, "planned_faster": planned})
         milliseconds = 1e3 * row["measured_s"] / row["slow"]

@@ -89,22 +89,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="where models and stores are, on the disk that is measured")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    scale, found = Scale(clients=2, repeats=1, samples=4, open_models=2, resting=6) if options.rehearse else Scale(), []
+    scale, table = Scale(clients=2, repeats=1, samples=4, open_models=2, resting=6) if options.rehearse else Scale(), []
     start = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="service-", dir=options.folder))
     try:
         for part in options.only:
             for row in PARTS[part](folder / part, scale):
-                found.append(row)
+                table.append(row)
                 print(f"{' | '.join(row.cells())}{'' if row.holds else '   DOES NOT HOLD'}", flush=True)
     finally:
         shutil.rmtree(folder)
     print(f"{time.perf_counter() - start:.0f} s")
     if not options.rehearse:
-        numbers = [vars(row) | {"holds": row.holds} for row in found]
+        numbers = [vars(row) | {"holds": row.holds} for row in table]
         write_result(f"service-{host_kind()}", {"scale": vars(scale), "numbers": numbers})
     if options.write:
-        write_table("benchmarks.service", [row.cells() for row in found], ROOT / "docs" / "measurements.md")
+        write_table("benchmarks.service", [row.cells() for row in table], ROOT / "docs" / "measurements.md")
 
 
 def saved(folder: Path, width: int = 64, num_layers: int = 5, num_words: int = 512) -> Path:
@@ -124,7 +124,7 @@ def p95(seconds: Sequence[float]) -> float:
 
 def throughput(folder: Path, scale: Scale) -> list[Row]:
     """Clients that each send calls and steps, against the same service with `set_adapter` in turn."""
-    found = []
+    measured_rows = []
     small, computing = ("64 tokens", "192 tokens"), ("bound by computing",)
     for width, num_layers, names in ((64, 5, small), (64, 16, small), (512, 4, computing)):
         num_words = SIZES[names[0]][-1]
@@ -148,8 +148,8 @@ def throughput(folder: Path, scale: Scale) -> list[Row]:
                 figures["processor_ratio"] = ratio(spent["set_adapter"], spent["peft_mux"])
                 calls_of = name if name in computing else f"{name} a call, {num_layers} layers"
                 title = f"{scale.clients} clients against `set_adapter` in turn, {calls_of}"
-                found.append(Row(title, gain, BARS[name], "x", True, figures))
-    return found
+                measured_rows.append(Row(title, gain, BARS[name], "x", True, figures))
+    return measured_rows
 
 
 @dataclass
@@ -202,8 +202,8 @@ def overhead(folder: Path, scale: Scale) -> list[Row]:
         seed=0,
     )
     examples = [
-        Example(np.asarray(own.model_input.to_ints()), np.asarray(own.loss_fn_inputs["target_tokens"].data))
-        for own in data
+        Example(np.asarray(datum.model_input.to_ints()), np.asarray(datum.loss_fn_inputs["target_tokens"].data))
+        for datum in data
     ]
     with Server(model, folder / "store") as server:
         client = server.model()
@@ -262,13 +262,13 @@ def exactness(folder: Path, scale: Scale) -> list[Row]:
     ranks, prompt = (4, 16, 32), rows(1, 24, 512, 9)[0].model_input
     data = [rows(2 + number, 40 + number, 512, number) for number in range(len(ranks))]
 
-    def run(client: Any, own: Any, found: list[np.ndarray]) -> None:
+    def run(client: Any, batch: Any, outputs: list[np.ndarray]) -> None:
         for _ in range(4):
-            output = trained(client, own, 1e-2)
-            found += [np.asarray(row["logprobs"].data) for row in output.loss_fn_outputs]
-            found.append(np.asarray(output.metrics["loss:sum"]))
+            output = trained(client, batch, 1e-2)
+            outputs += [np.asarray(row["logprobs"].data) for row in output.loss_fn_outputs]
+            outputs.append(np.asarray(output.metrics["loss:sum"]))
         saved_as = client.save_weights_for_sampler("weights").result().path
-        found += [values.numpy() for values in weights_of(server, saved_as).values()]
+        outputs += [values.numpy() for values in weights_of(server, saved_as).values()]
 
     with Server(saved(folder), folder / "store", len(ranks)) as server:
         together: list[list[np.ndarray]] = [[] for _ in ranks]
@@ -282,7 +282,7 @@ def exactness(folder: Path, scale: Scale) -> list[Row]:
         for number, rank in enumerate(ranks):
             run(server.model(number, rank), data[number], alone[number])
         pairs = [pair for both in zip(together, alone, strict=True) for pair in zip(*both, strict=True)]
-        difference = max(float(np.abs(one - other).max()) for one, other in pairs)
+        difference = max(float(np.abs(ours - other).max()) for ours, other in pairs)
 
         params = types.SamplingParams(max_tokens=16, seed=1)
         sampler = clients[1].save_weights_and_get_sampling_client().result()

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    found = []
+    sizes = []
     for name in options.sizes:
         num_rows, num_tokens, width, num_layers, num_words = SIZES[name]
         spec = ModelSpec(width, num_layers, intermediate_size=3 * width, vocab_size=num_words)
@@ -45,13 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
         require_equal_losses(name, *(run() for run in runs.values()))
         seconds = in_turns(runs, options.repeats, CLOCKS[options.clock])
         gain = ratio(seconds["set_adapter"], seconds["calls"])
-        medians = {kind: statistics.median(own) for kind, own in seconds.items()}
+        medians = {kind: statistics.median(times) for kind, times in seconds.items()}
         shown = ", ".join(f"{kind} {1e3 * median:.0f} ms" for kind, median in medians.items())
         print(f"{name}: {shown}, {gain:.2f}x", flush=True)
-        found.append(
+        sizes.append(
             {"name": name, "model": spec.title, "rows": num_rows, "tokens": num_tokens, "ratio": gain} | seconds
         )
-    write_result(f"calls-{host_kind()}", {"models": options.models, "clock": options.clock, "sizes": found})
+    write_result(f"calls-{host_kind()}", {"models": options.models, "clock": options.clock, "sizes": sizes})
 
 
 def contenders(
@@ -76,21 +76,21 @@ def contenders(
         calls.open(name, config, seed=0)
         if name != names[0]:
             plain.add_adapter(name, config)
-    own = {name: [weight for key, weight in plain.named_parameters() if f".{name}." in key] for name in names}
+    params = {name: [weight for key, weight in plain.named_parameters() if f".{name}." in key] for name in names}
     with torch.no_grad():
         for name in names:
-            for weight, source in zip(own[name], calls.model.task_parameters(name).values(), strict=True):
+            for weight, source in zip(params[name], calls.model.task_parameters(name).values(), strict=True):
                 weight.copy_(source)
     settings = AdamSettings(learning_rate=1e-4)
     optimizers = {
-        name: torch.optim.AdamW(own[name], lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0) for name in names
+        name: torch.optim.AdamW(params[name], lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0) for name in names
     }
     rows = {name: [Example(row[:-1], row[1:]) for row in ids[name]] for name in names}
 
     def fused() -> list[float]:
         results = calls.run([Call(name, rows[name], lambda outputs: outputs.nll_M.sum()) for name in names])
         calls.step(dict.fromkeys(names, settings))
-        return [one.loss for one in results.values() if isinstance(one, CallResult)]
+        return [result.loss for result in results.values() if isinstance(result, CallResult)]
 
     def in_turn() -> list[float]:
         losses = []

@@ -39,8 +39,8 @@ class CallsInTurn:
         torch.manual_seed(seed)
         self._peft.add_adapter(name, config)
         named = self._peft.named_parameters()
-        self._weights[name] = own = {key: weight for key, weight in named if f".{name}." in key}
-        self._optimizers[name] = torch.optim.AdamW(own.values())
+        self._weights[name] = weights = {key: weight for key, weight in named if f".{name}." in key}
+        self._optimizers[name] = torch.optim.AdamW(weights.values())
 
     def drop(self, name: str) -> None:
         self._peft.delete_adapter(name)
@@ -79,13 +79,13 @@ class CallsInTurn:
         if call.backward:
             loss.backward()
         logprobs = (-nll.detach()).split(lengths)
-        return {call.model: CallResult(loss.item(), tuple(own.numpy() for own in logprobs))}
+        return {call.model: CallResult(loss.item(), tuple(logprobs_of_row.numpy() for logprobs_of_row in logprobs))}
 
     def step(self, steps: Mapping[str, AdamSettings]) -> dict[str, float]:
         norms = {}
-        for name, own in steps.items():
-            settings = {"lr": own.learning_rate, "betas": (own.beta1, own.beta2), "eps": own.eps}
-            self._optimizers[name].param_groups[0].update(settings, weight_decay=own.weight_decay)
+        for name, adam in steps.items():
+            settings = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+            self._optimizers[name].param_groups[0].update(settings, weight_decay=adam.weight_decay)
             gradients = [weight.grad for weight in self._weights[name].values() if weight.grad is not None]
             norms[name] = float(torch.nn.utils.get_total_norm(gradients))
             self._optimizers[name].step()

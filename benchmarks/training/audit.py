@@ -78,8 +78,8 @@ def audit(name: str, case: Case, num_threads: int) -> Audit:
         RuntimeError: with the end of its output, if the process fails.
     """
     case = dataclasses.replace(case, num_steps=NUM_STEPS)
-    found = in_own_process("benchmarks.training.audit", name, case.to_json(), str(num_threads))
-    return Audit(**found)
+    figures = in_own_process("benchmarks.training.audit", name, case.to_json(), str(num_threads))
+    return Audit(**figures)
 
 
 def run_audit(name: str, case: Case) -> Audit:
@@ -104,8 +104,8 @@ def measured_peak(act: Callable[[], T]) -> tuple[T, int]:
     _return_free_memory()
     before_bytes = _resident_bytes()
     _reset_peak()
-    found = act()
-    return found, _peak_bytes() - before_bytes
+    result = act()
+    return result, _peak_bytes() - before_bytes
 
 
 def _weights_bytes(case: Case) -> tuple[int, list[int]]:

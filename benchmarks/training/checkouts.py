@@ -72,7 +72,7 @@ def compare(before: Path, after: Path, mix: str, *shape: str, num_steps: int, nu
         child.tell(str(num_steps))
     rounds = [[float(child.step()) for child in children] for _ in range(num_steps)][num_warm:]
     losses = [child.hear() for child in children]
-    ratio = statistics.median(own[1] / own[0] for own in rounds)
+    ratio = statistics.median(pair[1] / pair[0] for pair in rounds)
     seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]
     same = "bit-equal losses" if losses[0] == losses[1] else "DIFFERENT losses"
     same = f"{losses[0]}, {losses[1]}" if mix == HOST else same

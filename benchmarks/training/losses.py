@@ -50,18 +50,18 @@ def main() -> None:
         "TRL, one task, MiB:>18.0f",
     )  # fmt: skip
     sizes = ["--hidden-size", str(options.hidden_size), "--layers", str(options.layers)]
-    found = {}
+    seconds_by_loss = {}
     for loss in options.losses:
         mine, theirs = (
             in_own_process("benchmarks.training.losses", "--contender", contender, "--losses", loss, *sizes)
             for contender in ("ours", "trl")
         )
         require_equal_losses(loss, mine["first_losses"], theirs["first_losses"])
-        found[loss] = {"peft_mux": mine, "trl": theirs}
+        seconds_by_loss[loss] = {"peft_mux": mine, "trl": theirs}
         ratio = theirs["step_s"] / mine["step_s"]
         table.row(loss, mine["step_s"], theirs["step_s"], ratio, mine["mib"], theirs["mib"])
     if options.save:
-        write_result("losses", {"losses": found})
+        write_result("losses", {"losses": seconds_by_loss})
 
 
 @cache

@@ -124,7 +124,7 @@ def row_of_type(name: str, base: Any, repeats: int) -> dict[str, Any]:
     # PVeRA draws for itself, and is only held to be near.
     require_equal_losses(name, ours(), theirs(), 0.05 if name == "PVERA" else 1e-4)
     runs = {"mux": ours, "plain": theirs}
-    seconds = {way: statistics.median(own) for way, own in in_turns(runs, repeats).items()}
+    seconds = {way: statistics.median(times) for way, times in in_turns(runs, repeats).items()}
     return {
         "type": name,
         "category": entry_of(PeftType[name]).category.value,
@@ -144,14 +144,14 @@ def mix_row(base: Any, repeats: int) -> dict[str, Any]:
         runs[f"plain {name}"] = plain(name, copy.deepcopy(base), [number])
         losses += runs[f"plain {name}"]()
     require_equal_losses("mix", runs["together"](), losses)
-    seconds = {way: statistics.median(own) for way, own in in_turns(runs, repeats).items()}
-    alone, theirs = (sum(own for way, own in seconds.items() if way.startswith(kind)) for kind in ("alone", "plain"))
+    seconds = {way: statistics.median(times) for way, times in in_turns(runs, repeats).items()}
+    alone, theirs = (sum(s for way, s in seconds.items() if way.startswith(kind)) for kind in ("alone", "plain"))
     return {"types": MIX, "together_s": seconds["together"], "sum_alone_s": alone, "plain_s": theirs}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the JSON."""
-    trained = [one.name for one in PeftType if entry_of(one).category not in (Category.REFUSED, Category.PROMPT)]
+    trained = [kind.name for kind in PeftType if entry_of(kind).category not in (Category.REFUSED, Category.PROMPT)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="*", choices=trained, default=trained, help="types to measure")
     parser.add_argument("--repeats", type=int, default=5, help="timed passes of each side")

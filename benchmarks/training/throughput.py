@@ -100,7 +100,7 @@ def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int)
     for name in names:
         print(f"{case.mix}, {case.num_tasks} tasks: audit of {name}", file=sys.stderr, flush=True)
         audits[name] = audit(name, case, num_threads)
-    check_equal_work({name: found.losses for name, found in audits.items()})
+    check_equal_work({name: audited.losses for name, audited in audits.items()})
     backbone = case.model.build()
     warm_up = replace(case, num_tasks=1, num_steps=1)
     for name in names:

@@ -180,17 +180,17 @@ class Workload:
 
         return [
             Task(
-                name=own.name,
-                peft_config=own.lora_config(),
-                train_dataset=list(own.rows),
-                train_batch_size=own.batch_size,
+                name=workload.name,
+                peft_config=workload.lora_config(),
+                train_dataset=list(workload.rows),
+                train_batch_size=workload.batch_size,
                 learning_rate=self.learning_rate,
                 max_steps=self.num_steps,
                 shuffle=False,
-                seed=own.seed,
-                objective=own.objective,
+                seed=workload.seed,
+                objective=workload.objective,
             )
-            for own in self.tasks
+            for workload in self.tasks
         ]
 
     @property

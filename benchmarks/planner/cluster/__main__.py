@@ -63,11 +63,11 @@ def run_case(name: str, spec: InstanceSpec, options: argparse.Namespace) -> list
         "rejected:>8,",
         "busy:>6.1%",
     )
-    for one in replays:
-        computed = one.computed_tokens / one.elapsed_s
-        ended = sum(end_s is not None for end_s in one.end_s)
-        ratio, busy = replays[-1].tokens_per_s / one.tokens_per_s, one.busy_s / one.elapsed_s / num_instances
-        table.row(one.system, one.tokens_per_s, computed, ratio, ended, one.num_rejected, busy)
+    for result in replays:
+        computed = result.computed_tokens / result.elapsed_s
+        ended = sum(end_s is not None for end_s in result.end_s)
+        ratio, busy = replays[-1].tokens_per_s / result.tokens_per_s, result.busy_s / result.elapsed_s / num_instances
+        table.row(result.system, result.tokens_per_s, computed, ratio, ended, result.num_rejected, busy)
     return replays
 
 
@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for name in CASES:
         *others, best = run_case(name, spec, options)
-        for one in others:
-            ratio = best.tokens_per_s / one.tokens_per_s
-            rows.append({"case": name, "over": one.system, "paper": PAPER.get((name, one.system)), "ours": ratio})
+        for other in others:
+            ratio = best.tokens_per_s / other.tokens_per_s
+            rows.append({"case": name, "over": other.system, "paper": PAPER.get((name, other.system)), "ours": ratio})
     print("\nthroughput of MuxTune's planner")
     table = Table("tasks:<12", "over:<9", "paper:>6.2f", "ours:>6.2f")
     for row in rows:

@@ -88,17 +88,17 @@ def replay(
     """
     steps = [task.duration_s / reference.speed([task.kind]).step_s for task in tasks]
     left = list(steps)
-    found = Replay(model.system, horizon_s, [None] * len(tasks), [None] * len(tasks))
+    outcome = Replay(model.system, horizon_s, [None] * len(tasks), [None] * len(tasks))
     instances: list[_Instance] = []
     queue: deque[int] = deque()
 
     def settle(instance: _Instance, now_s: float) -> None:
         """Count what an instance did up to now; comes before every change of its tasks."""
         taken = (now_s - instance.settled_s) / instance.speed.step_s
-        found.busy_s += (now_s - instance.settled_s) * instance.speed.utilization
-        found.computed_tokens += taken * instance.speed.computed_tokens
+        outcome.busy_s += (now_s - instance.settled_s) * instance.speed.utilization
+        outcome.computed_tokens += taken * instance.speed.computed_tokens
         for index in instance.members:
-            found.trained_tokens += min(taken, left[index]) * tasks[index].kind.tokens_per_step
+            outcome.trained_tokens += min(taken, left[index]) * tasks[index].kind.tokens_per_step
             left[index] = max(0.0, left[index] - taken)
         instance.settled_s = now_s
 
@@ -109,7 +109,7 @@ def replay(
             instances.append(_Instance(model.speed([kind]), now_s))
             return instances[-1]
         # The sort is stable: of instances with as many tasks the one that was opened first is taken.
-        for instance in sorted(instances, key=lambda one: len(one.members)):
+        for instance in sorted(instances, key=lambda candidate: len(candidate.members)):
             if model.fits([*(tasks[member].kind for member in instance.members), kind]):
                 return instance
         return None
@@ -117,15 +117,15 @@ def replay(
     coming, now_s = 0, 0.0
     while coming < len(tasks) or instances:
         arrival_s = tasks[coming].submit_s if coming < len(tasks) else math.inf
-        ending = min(instances, key=lambda one: one.end_s, default=None)
+        ending = min(instances, key=lambda candidate: candidate.end_s, default=None)
         changed: list[_Instance] = []
         now_s = min(arrival_s, ending.end_s) if ending else arrival_s
         if now_s >= horizon_s:
             break
         if ending is not None and ending.end_s <= arrival_s:
             settle(ending, now_s)
-            for index in [one for one in ending.members if left[one] <= _DONE_TOKENS * steps[one]]:
-                found.end_s[index] = now_s
+            for index in [job for job in ending.members if left[job] <= _DONE_TOKENS * steps[job]]:
+                outcome.end_s[index] = now_s
                 ending.members.remove(index)
             if ending.members:
                 changed.append(ending)
@@ -136,7 +136,7 @@ def replay(
             coming += 1
         while queue and (instance := place(queue[0], now_s)) is not None:
             settle(instance, now_s)
-            found.start_s[queue[0]] = now_s
+            outcome.start_s[queue[0]] = now_s
             instance.members.append(queue.popleft())
             changed.append(instance)
         for instance in changed:
@@ -145,9 +145,9 @@ def replay(
         # The one that came last is turned away, never one that waits already.
         if queue_limit is not None and len(queue) > queue_limit:
             queue.pop()
-            found.num_rejected += 1
+            outcome.num_rejected += 1
     if math.isinf(horizon_s):
-        found.elapsed_s = now_s
+        outcome.elapsed_s = now_s
     for instance in instances:
         settle(instance, horizon_s)
-    return found
+    return outcome

@@ -89,7 +89,7 @@ def read_trace(path: Path, datasets: tuple[str, ...], until_s: float) -> list[Tr
     with path.open(newline="") as file:
         times = [(float(row["submit_s"]), float(row["duration_s"])) for row in csv.DictReader(file)]
     draw, tasks = random.Random(0), []
-    for submit_s, duration_s in sorted(times, key=lambda one: one[0]):
+    for submit_s, duration_s in sorted(times, key=lambda times_of_task: times_of_task[0]):
         if duration_s > 0 and submit_s < until_s:
             kind = TaskKind(DATASET_TOKENS[draw.choice(datasets)], draw.choice(BATCH_SIZES), draw.choice(RANKS))
             tasks.append(TracedTask(submit_s, duration_s, kind))

@@ -74,16 +74,16 @@ def figure_19a() -> list[tuple[str, str, str, str]]:
     gains: dict[int, list[float]] = {count: [] for count in FIGURE_19A}
     for sheet in LINKS:
         for count, length in itertools.product((1, 2, 3, 4), (128, 64, 32)):
-            found = contenders(sheet, (length,) * count)
-            base_s, busy = found.pop("one by one")
-            overlap, blocks = (base_s / seconds for seconds, _ in found.values())
+            times = contenders(sheet, (length,) * count)
+            base_s, busy = times.pop("one by one")
+            overlap, blocks = (base_s / seconds for seconds, _ in times.values())
             table.row(sheet, f"{count} x {length}", busy, overlap, blocks, FIGURE_19A.get(count, "-"))
             if length == 128 and count > 1:
                 gains[count].append(overlap)
     return [
         ("19(a)", f"{count} tasks of 8 x 128, overlap over one by one: A40; H100", f"{FIGURE_19A[count]:.2f}x",
-         "; ".join(f"{gain:.3f}x" for gain in own))
-        for count, own in gains.items()
+         "; ".join(f"{gain:.3f}x" for gain in gains_of_count))
+        for count, gains_of_count in gains.items()
     ]  # fmt: skip
 
 
@@ -115,8 +115,8 @@ def figure_18() -> list[tuple[str, str, str, str]]:
     table = Table("figure:<6", "what:<50", "paper:<18", "ours:<18")
     for figure, what, name, options in rows:
         timeline = simulate_streams(order, graphs, **options)
-        found = timeline.makespan_s, compute_busy_s(timeline) / timeline.makespan_s
-        paper, ours = (f"{1e3 * seconds:.1f} ms, {100 * busy:.1f} %" for seconds, busy in (FIGURE_18[name], found))
+        simulated = timeline.makespan_s, compute_busy_s(timeline) / timeline.makespan_s
+        paper, ours = (f"{1e3 * seconds:.1f} ms, {100 * busy:.1f} %" for seconds, busy in (FIGURE_18[name], simulated))
         lines.append((figure, what, paper, ours))
         table.row(*lines[-1])
     return lines

@@ -276,8 +276,8 @@ def _subgraph(htask: str, cluster: Sequence[Operator], owner: Mapping[str, str])
     """Return the subgraph of a cluster that is in topological order; communication goes to the end."""
     # A stable sort: compute operators stay in topological order.
     ordered = sorted(cluster, key=lambda operator: operator.kind == "communication")
-    own = owner[ordered[0].name]
-    before = (owner[name] for operator in ordered for name in operator.depends_on if owner[name] != own)
+    subgraph = owner[ordered[0].name]
+    before = (owner[name] for operator in ordered for name in operator.depends_on if owner[name] != subgraph)
     return Subgraph(
         name=ordered[0].name,
         htask=htask,

@@ -138,9 +138,9 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    found = train_in_turn(workload, make, record_losses)
+    result = train_in_turn(workload, make, record_losses)
     num_tokens = sum(sum(timed(collator.tokens_per_batch)) for collator in collators)
-    return replace(found, num_processed_tokens=num_tokens)
+    return replace(result, num_processed_tokens=num_tokens)
 
 
 def _trainer(

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     use_clock("processor")
     if options.memory_of:
         given = json.loads(options.memory_of)
-        (set_up,) = (one for one in SET_UPS if one.name == given["name"])
+        (set_up,) = (candidate for candidate in SET_UPS if candidate.name == given["name"])
         hand_over(peak_bytes(set_up, ModelSpec(**given["model"]), given["num_tasks"], given["share"]))
         return
     if not (SHARED_DATA / "text").is_dir():
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Rows of other set-ups on the same backbone stay.
     rows = {row["name"]: row for row in stored["rows"]} if stored.get("model") == asdict(model) else {}
     # Those first that a gain was promised of, and a file after each, as this may be stopped before it ends.
-    for set_up in sorted(SET_UPS, key=lambda one: not one.has_target):
+    for set_up in sorted(SET_UPS, key=lambda candidate: not candidate.has_target):
         if options.only is None or any(part in set_up.name for part in options.only):
             extras = {"with_hf": not options.no_hf, "with_memory": set_up.has_target and not options.no_memory}
-            found = measure(set_up, model, options.tasks, options.rounds, **extras)
-            table.row(*cells(found))
-            rows[set_up.name] = asdict(found)
-            kept = [rows[one.name] for one in SET_UPS if one.name in rows]
+            measured = measure(set_up, model, options.tasks, options.rounds, **extras)
+            table.row(*cells(measured))
+            rows[set_up.name] = asdict(measured)
+            kept = [rows[candidate.name] for candidate in SET_UPS if candidate.name in rows]
             write_result(name, {"model": asdict(model), "rows": kept}, options.output)
 
 

@@ -89,7 +89,7 @@ class Steps:
 
 def workload_of(set_up: SetUp, num_tasks: int, num_steps: int) -> tuple[Workload, list[Batches]]:
     """Return the tasks of a set-up, and their rows by step."""
-    found = batches(set_up, num_tasks, num_steps)
+    batches_of_tasks = batches(set_up, num_tasks, num_steps)
     tasks = tuple(
         TaskWorkload(
             name=f"task{number}",
@@ -97,20 +97,20 @@ def workload_of(set_up: SetUp, num_tasks: int, num_steps: int) -> tuple[Workload
             rank=(8, 16)[number % 2],
             seed=100 + number,
             batch_size=set_up.batch_size,
-            rows=tuple(row for step in own.steps for row in step),
+            rows=tuple(row for step in task_batches.steps for row in step),
             objective=set_up.objective,
         )
-        for number, own in enumerate(found)
+        for number, task_batches in enumerate(batches_of_tasks)
     )
-    return Workload(set_up.name, tasks, num_steps, "texts", learning_rate=1e-3), found
+    return Workload(set_up.name, tasks, num_steps, "texts", learning_rate=1e-3), batches_of_tasks
 
 
-def ideal_gain(found: Sequence[Batches]) -> tuple[float, float]:
+def ideal_gain(batches_of_tasks: Sequence[Batches]) -> tuple[float, float]:
     """Return the tokens of a step of all tasks, and how many times fewer are different."""
-    steps = [[np.array(own) for own in step] for task in found for step in task.sequences]
+    steps = [[np.array(token_ids) for token_ids in step] for task in batches_of_tasks for step in task.sequences]
     tokens = sum(len(row) for rows in steps for row in rows)
     alike = sum(sum(sort_rows(rows).common) for rows in steps)
-    return tokens / len(found[0].steps), tokens / (tokens - alike)
+    return tokens / len(batches_of_tasks[0].steps), tokens / (tokens - alike)
 
 
 def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, with_hf: bool, with_memory: bool) -> Found:
@@ -120,10 +120,10 @@ def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, wit
         UnequalWorkError: if the losses of two of them differ.
     """
     num_tasks = set_up.num_tasks or num_tasks
-    workload, found = workload_of(set_up, num_tasks, WARM_STEPS + rounds)
-    tokens, ideal = ideal_gain(found)
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        runs = Steps(model, workload, one, "auto"), Steps(model, workload, other, False)
+    workload, batches_of_tasks = workload_of(set_up, num_tasks, WARM_STEPS + rounds)
+    tokens, ideal = ideal_gain(batches_of_tasks)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other_folder:
+        runs = Steps(model, workload, folder, "auto"), Steps(model, workload, other_folder, False)
         losses = [[run.take() for _ in range(WARM_STEPS)] for run in runs]
         _compare(set_up.name, "share_prefixes=False", losses[0], losses[1])
         others = _OTHERS if with_hf and set_up.objective == "sft" else {}
@@ -156,7 +156,7 @@ def _in_turn_s(name: str, set_up: SetUp, model: ModelSpec, num_tasks: int, losse
     """Return the seconds of a step of all tasks by another trainer, whose first losses have to be those of `losses`."""
     workload, _ = workload_of(set_up, num_tasks, WARM_STEPS)
     run = _OTHERS[name](model.build, workload, True)
-    losses_of_run = [{task: own[step] for task, own in run.losses.items()} for step in range(len(losses))]
+    losses_of_run = [{task: by_step[step] for task, by_step in run.losses.items()} for step in range(len(losses))]
     _compare(set_up.name, name, losses[:1], losses_of_run[:1])
     return run.steps_s / (WARM_STEPS - 1)
 

@@ -79,7 +79,7 @@ class Batches:
 @cache
 def texts(name: str) -> list[Text]:
     """Return the rows of a data set."""
-    path = next(one for end in (".train", ".segments", "") if (one := _folder() / f"{name}{end}.jsonl").is_file())
+    path = next(file for end in (".train", ".segments", "") if (file := _folder() / f"{name}{end}.jsonl").is_file())
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return [Text(row.get("prompt", ""), row.get("completion", row.get("text", ""))) for row in rows]
 
@@ -115,12 +115,12 @@ def few_shot_in_turn(num_tasks: int) -> Iterator[list[Text]]:
 
 def options(*, are_listed: bool) -> Iterator[list[Text]]:
     """Yield each question of OpenBookQA with each of its four answers."""
-    found = []
+    all_texts = []
     for row in texts("openbookqa"):
         stem, *answers = re.split(r"\s*Answer\d: ?", row.prompt.removesuffix("Answer:").rstrip())
         prompt = row.prompt if are_listed else f"{stem}\nAnswer:"
-        found += [Text(prompt, f" {answer}") for answer in answers]
-    return batched(found, 16)
+        all_texts += [Text(prompt, f" {answer}") for answer in answers]
+    return batched(all_texts, 16)
 
 
 def pairs(name: str) -> Iterator[list[tuple[Text, Text]]]:
@@ -132,20 +132,20 @@ def pairs(name: str) -> Iterator[list[tuple[Text, Text]]]:
 def rollouts(name: str, times: int = 1, before: str = "") -> Iterator[list[Text]]:
     """Yield prompts with eight completions each, every one of them of `times` rows."""
     rows = _short(texts(name))
-    found = []
+    all_texts = []
     for place, row in enumerate(rows):
-        own = [rows[(place + step) % len(rows)].completion for step in range(8 * times)]
-        found += [Text(before + row.prompt, "".join(own[first::8])) for first in range(8)]
-    return batched(found, 8)
+        shots = [rows[(place + step) % len(rows)].completion for step in range(8 * times)]
+        all_texts += [Text(before + row.prompt, "".join(shots[first::8])) for first in range(8)]
+    return batched(all_texts, 8)
 
 
 def turns(dialogues: Sequence[Sequence[str]], each: int) -> Iterator[list[Text]]:
     """Yield a row for each of the first turns of a dialogue: the loss is of that turn."""
-    found = []
+    all_texts = []
     for dialogue in dialogues:
         if len(dialogue) >= each:
-            found += [Text("".join(dialogue[:turn]), dialogue[turn]) for turn in range(each)]
-    return batched(found, each)
+            all_texts += [Text("".join(dialogue[:turn]), dialogue[turn]) for turn in range(each)]
+    return batched(all_texts, each)
 
 
 def _plays() -> Iterator[list[Text]]:
@@ -199,15 +199,16 @@ def batches(set_up: SetUp, num_tasks: int, num_steps: int) -> list[Batches]:
     encode = _encoder()
 
     def ids(text: str) -> list[int]:
-        return [numbers.setdefault(one, len(numbers)) for one in encode(text)]
+        return [numbers.setdefault(piece, len(numbers)) for piece in encode(text)]
 
     drawn = islice(set_up.make(), num_tasks * num_steps)
     steps = [[_tokenised(row, set_up.objective, place, ids) for place, row in enumerate(batch)] for batch in drawn]
-    found = []
+    by_task = []
     for task in range(num_tasks):
-        own = steps[task::num_tasks]
-        found.append(Batches(own, [[one for row in step for one in sequences_of(row)] for step in own], len(numbers)))
-    return found
+        steps_of_task = steps[task::num_tasks]
+        sequences = [[sequence for row in step for sequence in sequences_of(row)] for step in steps_of_task]
+        by_task.append(Batches(steps_of_task, sequences, len(numbers)))
+    return by_task
 
 
 def _tokenised(row: Any, objective: str, place: int, ids: Callable[[str], list[int]]) -> Row:
@@ -218,10 +219,10 @@ def _tokenised(row: Any, objective: str, place: int, ids: Callable[[str], list[i
     prompt, completion = ids(row.prompt), [*ids(row.completion), 0]
     # Of a row of a turn that has nothing before it, the first token is predicted by none.
     tokens, masked = [*prompt, *completion], max(len(prompt), 1)
-    found: Row = {"input_ids": tokens, "labels": [IGNORE_INDEX] * masked + tokens[masked:]}
+    cells: Row = {"input_ids": tokens, "labels": [IGNORE_INDEX] * masked + tokens[masked:]}
     if objective == "policy":
-        found |= {"advantages": float(place % 8 - 3.5), "old_logprobs": [-8.0] * len(tokens)}
-    return found
+        cells |= {"advantages": float(place % 8 - 3.5), "old_logprobs": [-8.0] * len(tokens)}
+    return cells
 
 
 def sequences_of(row: Row) -> list[list[int]]:
