@@ -42,18 +42,18 @@ def main(model: str | None, num_steps: int) -> None:
     rng = np.random.default_rng(0)
     rows = {name: [rng.integers(1, 500, length) for length in (20, 33)] for name in losses}
     columns = {name: [] for name in losses}
-    for name, own in rows.items():
-        for ones in (np.ones(len(row) - 1) for row in own):
+    for name, task_rows in rows.items():
+        for ones in (np.ones(len(row) - 1) for row in task_rows):
             drawn = {"logprobs": ones * -np.log(500), "advantages": ones}
             columns[name].append({"weights": ones} if name == "teacher" else drawn)
     for step in range(num_steps):
         batch = []
         for name, loss in losses.items():
             pairs = zip(rows[name], columns[name], strict=True)
-            batch.append(Call(name, [Example(row[:-1], row[1:], own) for row, own in pairs], loss))
+            batch.append(Call(name, [Example(row[:-1], row[1:], values) for row, values in pairs], loss))
         results = calls.run(batch)  # one pass forward and backward; gradients add up until the step
         calls.step(dict.fromkeys(losses, AdamSettings(learning_rate=1e-2)))
-        figures = {name: one.loss for name, one in results.items() if isinstance(one, CallResult)}
+        figures = {name: result.loss for name, result in results.items() if isinstance(result, CallResult)}
         print(f"step {step}: " + ", ".join(f"{name} {loss:.3f}" for name, loss in figures.items()))
 
     sampling, weights = calls.sampling(), calls.freeze("teacher")  # weights of now, whatever is trained later

@@ -26,11 +26,11 @@ def main(model: str, run: Path, num_prompts: int) -> None:
     completions = generate(mux_model, prompts, processing_class=tokenizer, max_new_tokens=5)
 
     # 3. One completion a prompt, in the same order, with log-probabilities of its tokens.
-    rows = [row for own in held_out.values() for row in own]
-    for row, found in zip(rows, completions, strict=True):
+    rows = [row for task_rows in held_out.values() for row in task_rows]
+    for row, completion in zip(rows, completions, strict=True):
         print(
-            f"{found.task:<8} {row['prompt']!r} -> {found.text!r} (wanted {row['completion']!r}), "
-            f"log-probability {sum(found.logprobs):.3f}, {found.finish_reason}"
+            f"{completion.task:<8} {row['prompt']!r} -> {completion.text!r} (wanted {row['completion']!r}), "
+            f"log-probability {sum(completion.logprobs):.3f}, {completion.finish_reason}"
         )
 
 

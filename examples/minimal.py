@@ -102,7 +102,7 @@ class Backbone(nn.Module):
         for number in range(NUM_LAYERS):
             layer = f"layers.{number}"
             q_TD, k_TD, v_TD = adapted(f"{layer}.qkv", F.layer_norm(x_TD, (D,))).chunk(3, dim=-1)
-            q_HTE, k_HTE, v_HTE = (one.unflatten(-1, (H, -1)).transpose(0, 1) for one in (q_TD, k_TD, v_TD))
+            q_HTE, k_HTE, v_HTE = (x_TD.unflatten(-1, (H, -1)).transpose(0, 1) for x_TD in (q_TD, k_TD, v_TD))
             mixed_HTE = F.scaled_dot_product_attention(q_HTE, k_HTE, v_HTE, attn_mask=stream.mask_TT)
             x_TD = x_TD + adapted(f"{layer}.out", mixed_HTE.transpose(0, 1).flatten(-2))
             x_TD = x_TD + adapted(f"{layer}.down", F.gelu(adapted(f"{layer}.up", F.layer_norm(x_TD, (D,)))))
@@ -132,7 +132,7 @@ def make_tasks() -> list[Task]:
     """Return two tasks that differ in rows, rank and learning rate."""
     generator = torch.Generator().manual_seed(0)
     lengths = {"a": (5, 9, 7), "b": (12, 4)}
-    rows = {name: [torch.randint(V, (n,), generator=generator) for n in own] for name, own in lengths.items()}
+    rows = {name: [torch.randint(V, (n,), generator=generator) for n in sizes] for name, sizes in lengths.items()}
     return [Task("a", rows["a"], rank=4, learning_rate=1e-2), Task("b", rows["b"], rank=8, learning_rate=3e-3)]
 
 
@@ -150,6 +150,6 @@ if __name__ == "__main__":
     backbone = Backbone()
     together, alone = train(backbone, "ab"), train(backbone, "a") | train(backbone, "b")
     for name, losses in together.items():
-        difference = max(abs(one - other) for one, other in zip(losses, alone[name], strict=True))
+        difference = max(abs(loss - expected) for loss, expected in zip(losses, alone[name], strict=True))
         print(f"task {name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, together and alone differ by {difference:.1e}")
         assert difference < 1e-5

@@ -56,7 +56,7 @@ def train(model: Path, tasks: list[Task]) -> tuple[dict[str, float], dict[str, f
         before = trainer.evaluate()
         trainer.train()
         after = trainer.evaluate()
-    losses = [{task.name: found[f"{task.name}/eval_loss"] for task in tasks} for found in (before, after)]
+    losses = [{task.name: metrics[f"{task.name}/eval_loss"] for task in tasks} for metrics in (before, after)]
     return losses[0], losses[1]
 
 

@@ -44,9 +44,9 @@ _NOTES = """\
 def page() -> str:
     """Return the page, in Markdown."""
     kinds = ", ".join(f"`{kind}`" for kind in FAMILIES)
-    own = " and ".join(f"`{kind}`" for kind in OWN_PLANS)
+    kinds_with_plans = " and ".join(f"`{kind}`" for kind in OWN_PLANS)
     limits = [f"* `{kind}` supports only whole layers: {reason}." for kind, reason in FAILING.items()]
-    return "\n".join([_HEAD.format(count=len(FAMILIES), kinds=kinds, own=own), *limits, _NOTES])
+    return "\n".join([_HEAD.format(count=len(FAMILIES), kinds=kinds, own=kinds_with_plans), *limits, _NOTES])
 
 
 if __name__ == "__main__":

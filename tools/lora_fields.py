@@ -57,7 +57,7 @@ HONOURED: dict[str, str] = {
 
 def page() -> str:
     """Return the page, in Markdown, for the fields of the installed PEFT in their order."""
-    names = [one.name for one in fields(LoraConfig)]
+    names = [field.name for field in fields(LoraConfig)]
     lines = ["# Fields of `LoraConfig`", "", f"<!-- Written by `{COMMAND}`; a test compares this page with it. -->", ""]
     common = (_AS_IN_PEFT, _NOTED, _UNREAD)
     for text in common:

@@ -76,8 +76,8 @@ def clean(notebook: Any, folder: Path) -> None:
             else:
                 output.metadata = {}
                 output.data = {
-                    kind: without_machine(own, folder) if isinstance(own, str) and kind != "image/png" else own
-                    for kind, own in output.data.items()
+                    kind: without_machine(data, folder) if isinstance(data, str) and kind != "image/png" else data
+                    for kind, data in output.data.items()
                 }
             kept.append(output)
         cell.outputs = kept

@@ -171,7 +171,7 @@ def _fields(entries: list[TypeEntry]) -> Iterator[str]:
             if name not in _OF_BACKBONE:
                 by_reason.setdefault(reason, {}).setdefault(f"`{name}`", []).append(f"`{entry.name}`")
     for reason, fields in by_reason.items():
-        types = sorted({one for found in fields.values() for one in found})
+        types = sorted({kind for kinds in fields.values() for kind in kinds})
         yield f"* {', '.join(types)}: not {', '.join(fields)}: {reason}."
 
 

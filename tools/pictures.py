@@ -166,8 +166,8 @@ def buckets() -> Drawing:
         count = len(micro_batches)
         orders = [
             [("F", 0)]
-            + [one for i in range(count) for one in ((("F", i + 1),) if i + 1 < count else ()) + (("B", i),)],
-            [one for i in range(count) for one in (("F", i), ("B", i))],
+            + [block for i in range(count) for block in ((("F", i + 1),) if i + 1 < count else ()) + (("B", i),)],
+            [block for i in range(count) for block in (("F", i), ("B", i))],
         ]
         ends: dict[tuple[str, int, int], float] = {}
         waiting = [list(order) for order in orders]
@@ -267,12 +267,12 @@ def prefixes() -> Drawing:
 def isolation() -> Drawing:
     """What a task has to itself, what all tasks share, and what happens when one fails."""
     picture = Drawing(880, 410, "What each task has to itself, and what all tasks share")
-    own = ["rows and their order", "adapter, gradients", "optimizer, schedule", "random numbers", "callbacks, metrics"]
+    kept = ["rows and their order", "adapter, gradients", "optimizer, schedule", "random numbers", "callbacks, metrics"]
     for number, (name, colour) in enumerate((("sst2", "a"), ("qa", "bad"), ("sql", "c"))):
         x = 40 + 275 * number
         picture.text(x + 125, 34, f"task {name}", anchor="middle", style="strong")
         picture.box(x, 46, 250, 206, "grey")
-        for place, text in enumerate(own):
+        for place, text in enumerate(kept):
             is_bad = number == 1 and place == 1
             picture.box(x + 14, 58 + 38 * place, 222, 30, colour if number != 1 or is_bad else "b", text)
         if number == 1:
@@ -388,10 +388,10 @@ def speed() -> Drawing:
     groups: list[tuple[str, list[tuple[str, float, str]]]] = []
     for case in throughput["cases"]:
         bars = [
-            (names[one["contender"]], one["effective_tokens_per_s"], one["contender"]) for one in case["contenders"]
+            (names[bar["contender"]], bar["effective_tokens_per_s"], bar["contender"]) for bar in case["contenders"]
         ]
         groups.append((titles[case["mix"]], bars))
-    row = next(one for one in shared["rows"] if one["name"] == "4-shot: eight tasks of these")
+    row = next(measured for measured in shared["rows"] if measured["name"] == "4-shot: eight tasks of these")
     bars = [
         ("HF, one task at a time", row["tokens"] / row["hf_s"], "hf"),
         ("peft_mux, prefixes shared", row["tokens"] / row["share_s"], "mux"),

@@ -92,17 +92,17 @@ def texts(path: Path) -> list[str]:
     tree = ast.parse(source)
     formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     parts = {id(part) for node in formatted for part in node.values}
-    found = [
+    literals = [
         "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "..." for part in node.values)
         for node in formatted
     ]
-    found += [
+    literals += [
         node.value
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts
     ]
-    found.append(comments(source))
-    return [re.sub(r"`[^`\n]*`", "`code`", text) for text in found if " " in text.strip()]
+    literals.append(comments(source))
+    return [re.sub(r"`[^`\n]*`", "`code`", text) for text in literals if " " in text.strip()]
 
 
 def comments(source: str) -> str:
@@ -114,29 +114,29 @@ def comments(source: str) -> str:
 def comments_and_docstrings(path: Path) -> list[str]:
     """Return the comments and docstrings of a module, without code in backquotes and without other literals."""
     source = path.read_text("utf-8")
-    found = [
+    docstrings = [
         node.value.value
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
-    return [re.sub(r"`[^`\n]*`", "`code`", text) for text in [*found, comments(source)]]
+    return [re.sub(r"`[^`\n]*`", "`code`", text) for text in [*docstrings, comments(source)]]
 
 
 def found_in(text: str) -> list[str]:
     """Return each phrase of the list in a text, with its surroundings and what to write instead."""
     text = re.sub(r"\s+", " ", text)
-    found = []
+    faults = []
     for pattern, instead in PHRASES.items():
         for match in re.finditer(pattern, text, re.IGNORECASE):
             around = text[max(0, match.start() - 40) : match.end() + 40]
-            found.append(f'"{match[0]}" in "...{around}..."; write: {instead}')
-    return found
+            faults.append(f'"{match[0]}" in "...{around}..."; write: {instead}')
+    return faults
 
 
 def names_of_tests(path: Path) -> list[str]:
     """Return the names of a module's tests as sentences."""
     functions = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return [one.name.removeprefix("test_").replace("_", " ") for one in functions if one.name.startswith("test_")]
+    return [node.name.removeprefix("test_").replace("_", " ") for node in functions if node.name.startswith("test_")]
 
 
 def all_texts() -> Iterator[tuple[Path, str]]:
@@ -147,17 +147,17 @@ def all_texts() -> Iterator[tuple[Path, str]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path == Path(__file__).resolve():
                 continue
-            own = [*comments_and_docstrings(path), *names_of_tests(path)] if folder == "tests" else texts(path)
-            for text in own:
+            words = [*comments_and_docstrings(path), *names_of_tests(path)] if folder == "tests" else texts(path)
+            for text in words:
                 # A parameter's name in a docstring is no phrase.
                 yield path, text if folder == "peft_mux" else re.sub(r"(?m)^ +\w+: ", "", text)
 
 
 def main() -> int:
     """Print every phrase that is found; return 1 if there is one."""
-    found = [f"{path.relative_to(ROOT)}: {one}" for path, text in all_texts() for one in found_in(text)]
-    print("\n".join(found) if found else "No phrase of tools/plain_words.py found.")
-    return 1 if found else 0
+    faults = [f"{path.relative_to(ROOT)}: {fault}" for path, text in all_texts() for fault in found_in(text)]
+    print("\n".join(faults) if faults else "No phrase of tools/plain_words.py found.")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
