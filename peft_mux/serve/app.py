@@ -505,9 +505,9 @@ def _routes(service: Service) -> APIRouter:
 
     # ------------------------------------------------------------------ models
 
-    def served(name: str | None, where: str = "base_model") -> None:
+    def served(name: str | None) -> None:
         if name not in service.names:
-            raise ConfigError(f"{where} must be one of {', '.join(service.names)}, got {shown(name)}.")
+            raise ConfigError(f"base_model must be one of {', '.join(service.names)}, got {shown(name)}.")
 
     def adam_only(config: dict[str, Any] | None) -> None:
         kind = (config or {}).get("type", "adamw")
@@ -521,23 +521,21 @@ def _routes(service: Service) -> APIRouter:
 
     @api.post("/create_model")
     async def create_model(body: CreateModel, key: Tenant) -> Any:
-        row = ledger.resolve(key.name, "session", body.session_id)
+        session = ledger.resolve(key.name, "session", body.session_id)
         model, lora = f"{body.session_id}:train:{body.model_seq_id}", body.lora_config or LoraBody()
         # A seed of its own makes a replay equal.
         seed = int(digest(model.encode())[:12], 16) if lora.seed is None else lora.seed % 2**63
         flags = lora.train_attn, lora.train_mlp, lora.train_unembed
         config = ModelConfig(body.base_model, lora.rank, seed, *flags)
-        failure = None
-        try:
+
+        def check(content: dict[str, Any]) -> None:
             served(body.base_model)
             adam_only(body.optimizer_config)
             config.lora(engine.modules)
-        except ConfigError as error:
-            failure = str(error)
-        raw = json.dumps(body.model_dump(), sort_keys=True).encode()
-        request = Request(key.name, row["id"], model, 0, "create_model", raw, failure=failure)
-        also = add_model(model, key, row["id"], config, body.user_metadata)
-        return await service.accept(request, also, model_id=model)
+
+        new = {"id": model, "session": session["id"]}
+        also = add_model(model, key, session["id"], config, body.user_metadata)
+        return await service.accept_json(key, new, "create_model", 0, body, check, also=also)
 
     @api.post("/load_weights")
     async def load_weights(body: LoadWeights, key: Tenant) -> Any:
@@ -920,10 +918,10 @@ def serve(
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
         )
-        service.server = uvicorn.Server(config)
+        service.server = server = uvicorn.Server(config)
         shown_host = f"[{host}]" if ":" in host else host
         say(f"serving {', '.join(names)} on http://{shown_host}:{port} from {store}; Ctrl-C ends it")
-        service.server.run()
+        server.run()
         if engine.failure:
             raise PeftMuxError(f"the engine has failed: {engine.failure}. Start again: nothing is lost.")
     finally:
