@@ -386,7 +386,7 @@ class RunningRows:
             for row, end in zip(rows, accumulate(batch.sequence_lengths)):  # noqa: B905  # padding is behind the rows
                 if row.prompt_logprobs is not None:
                     _add_prompt_logprobs(row, hidden_TD, end, batch, model)
-        ended, left = self._take(rows, Draws(rows, device), logits_BV)
+        ended, left = self._take(rows, TokenSampler(rows, device), logits_BV)
         if not left:
             return ended
         if len(left) < len(rows):
@@ -415,7 +415,7 @@ class RunningRows:
         with model.multiplexing(batch, self._passes), temporary_attributes(model, has_prompts=False):
             self._passes = model.stream.passes  # made of these rows in their first step
             logits_BV = head_logits(model.backbone, model.hidden_states(batch, rows=self._kept))
-        ended, left = self._take(rows, self._draws, logits_BV)
+        ended, left = self._take(rows, self._sampler, logits_BV)
         if len(left) < len(rows):
             self.keep(left)
         return ended
@@ -426,11 +426,11 @@ class RunningRows:
             self.rows = [self.rows[number] for number in numbers]
             if self.rows:
                 self._kept.select(numbers)
-        self._draws, self._passes = Draws(self.rows, self._model.device), None
+        self._sampler, self._passes = TokenSampler(self.rows, self._model.device), None
 
-    def _take(self, rows: Sequence[Row], draws: Draws, logits_BV: torch.Tensor) -> tuple[list[Row], list[int]]:
+    def _take(self, rows: Sequence[Row], sampler: TokenSampler, logits_BV: torch.Tensor) -> tuple[list[Row], list[int]]:
         """Append the next token to rows; return those that have ended, and the numbers of the others."""
-        for row, token, logprob, is_finite in zip(rows, *draws.next_tokens(logits_BV), strict=True):
+        for row, token, logprob, is_finite in zip(rows, *sampler.next_tokens(logits_BV), strict=True):
             if is_finite:
                 row.take(token, logprob, self._tokenizer)
             else:
@@ -472,7 +472,7 @@ def _likeliest(logits_MV: torch.Tensor, norms_M: torch.Tensor, count: int) -> li
     return [tuple(zip(*pair, strict=True)) for pair in pairs]
 
 
-class Draws:
+class TokenSampler:
     """Draws the next tokens of a set of rows, which stays the same from step to step.
 
     Args:

@@ -23,7 +23,7 @@ from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import DataError
 from peft_mux.generation.decoding import generate
 from peft_mux.generation.requests_and_completions import GenerationRequest
-from peft_mux.modeling.sampling import ANSWER_METRICS, GenerateOptions
+from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.task import metric_key
 from peft_mux.trainer.evaluation import Judge, agreed_metrics, merged, of_replicas
 from peft_mux.trainer.placement import Placement
@@ -184,7 +184,7 @@ def f1(completion: str, reference: str) -> float:
 
 def mean_metric(name: str, completions: Sequence[str], references: Sequence[str]) -> float:
     """Return the mean of a metric of `ANSWER_METRICS` over rows; at least one row."""
-    metric = dict(zip(ANSWER_METRICS, (exact_match, contains, f1), strict=True))[name]
+    metric = {"exact_match": exact_match, "contains": contains, "f1": f1}[name]
     return sum(map(metric, completions, references)) / len(references)
 
 

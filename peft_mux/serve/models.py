@@ -220,6 +220,11 @@ class Models:
         model.pass_s, model.is_written = 0.0, False
         folder = self._folder(model, seq)
 
+        def note_written() -> None:
+            model.snapshot, model.is_written = seq, True
+            if model.state is state:
+                model.state = None
+
         def commit(connection: Any) -> None:
             connection.execute("UPDATE models SET snapshot = ? WHERE number = ?", (seq, model.number))
             # No restart reads these bodies again.
@@ -236,15 +241,10 @@ class Models:
             for old in folder.parent.iterdir():
                 if old != folder:
                     shutil.rmtree(old, ignore_errors=True)
-            self._tell(lambda: self._snapshot_is_written(model, seq, state))
+            self._tell(note_written)
 
         self._writer.put(write)
         return state
-
-    def _snapshot_is_written(self, model: Model, seq: int, state: TaskState) -> None:
-        model.snapshot, model.is_written = seq, True
-        if model.state is state:
-            model.state = None
 
     def age_snapshots(self) -> None:
         """Write the states of models behind whose snapshots the passes took long."""
