@@ -17,7 +17,7 @@ MOST_SEED = 2**63 - 1
 ANSWER_METRICS: tuple[str, ...] = ("exact_match", "contains", "f1")
 """Names of the metrics of a completion and its reference, from 0 to 1."""
 _FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""What only draws look at, with the values that change nothing."""
+"""Settings that only draws read, with the values that have no effect."""
 
 
 def unknown_faults(given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str]) -> list[Fault]:

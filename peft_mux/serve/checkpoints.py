@@ -150,7 +150,7 @@ def write_adapter(
 
 
 def read_adapter(folder: Path) -> tuple[TaskState, dict[str, Any]]:
-    """Return the state in a folder, of which one without a state has the weights alone, and its facts.
+    """Return the state in a folder, or the weights alone if no state was saved, and the facts of the folder.
 
     Raises:
         CheckpointError: if a file is missing or changed.

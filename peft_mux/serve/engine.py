@@ -1,9 +1,9 @@
 """The engine: one thread that owns the model, and in which the requests of all tenants share passes.
 
-A round of its loop does everything whose turn it is: it makes, loads and wakes models, steps all models that ask for a
-step together, computes one pass with at most one piece of each call, and then samples for its share of the time.
-Models of tenants that have had fewer tokens lately come first. Before a pass it waits a moment for models that the last
-pass has answered, as the tenants that train at the same time then share all passes.
+A round of its loop runs the next request of each model: it makes, loads and wakes models, and steps all models that
+ask for a step together. Then it computes one pass with at most one piece of each call, and samples for its share of the
+time. Models of tenants that have had fewer tokens lately come first. Before a pass it waits a moment for models that
+the last pass has answered, so that tenants that train at the same time share all passes.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class Engine:
 
     def put(self, request: Request) -> None:
         """Take a request that is in the ledger."""
-        self._inbox.put(lambda: self._take(request))
+        self._inbox.put(lambda: self._enqueue(request))
 
     def nudge(self) -> None:
         """Look again at what waits, as a limit may have changed."""
@@ -344,11 +344,11 @@ class Engine:
             while not self._is_stopping:
                 self._drain(wait=not did_something)
                 start = time.perf_counter()
-                did_something = self._heads()
+                did_something = self._run_next_requests()
                 self._flush()  # the answers of steps do not wait for a pass
-                if self._answered_return():
-                    self._heads()
-                did_something |= self._pass()
+                if self._await_answered_models():
+                    self._run_next_requests()
+                did_something |= self._run_pass()
                 # Sampling spends the seconds that it has earned while there was training.
                 share, seconds = self.settings.sample_share, time.perf_counter() - start
                 earned_s = earned_s + seconds * share / (1 - share) if did_something else 0.0
@@ -384,7 +384,7 @@ class Engine:
                 return
             act()
 
-    def _answered_return(self) -> bool:
+    def _await_answered_models(self) -> bool:
         """Wait a moment for the models that the last pass has answered, if there is a next pass; return if one came."""
         if not self._answered or not any(model.running for model in self.models.open_models):
             return False
@@ -398,7 +398,7 @@ class Engine:
             missing = [model for model in missing if not model.queue]
         return len(missing) < num_missing
 
-    def _take(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         self.requests[request.id] = request
         self.queued_tokens[request.key] += request.num_tokens
         if request.kind == "asample":
@@ -453,8 +453,8 @@ class Engine:
         self._usage = {key: tokens * decay for key, tokens in self._usage.items() if tokens > 1.0}
         return sorted(models, key=lambda model: self._usage.get(model.key, 0.0))
 
-    def _heads(self) -> bool:
-        """Do everything whose turn it is except passes; return whether anything was done."""
+    def _run_next_requests(self) -> bool:
+        """Run the next requests of all models, and begin their calls; return whether anything was done."""
         did_something = False
         steps: dict[str, tuple[Model, Request, AdamSettings]] = {}
         for model in self._by_fairness(model for model in self.models.by_id.values() if model.queue or model.is_wanted):
@@ -468,30 +468,24 @@ class Engine:
                     did_something = True
                 model.is_wanted = False
                 request = model.queue.get(model.next_seq)
-                if request is None or not self._may_run(request) or not self._run_head(model, request, steps):
+                if request is None or not self._may_run(request) or not self._run_request(model, request, steps):
                     break
                 did_something = True
         if steps:
-            self._step(steps)
+            self._step_together(steps)
         return did_something
 
-    def _run_head(self, model: Model, request: Request, steps: dict[str, Any]) -> bool:
-        """Do what a request whose turn it is asks for, or begin to; return `False` if it must wait."""
+    def _run_request(self, model: Model, request: Request, steps: dict[str, Any]) -> bool:
+        """Run a request whose turn it is, or begin its call; return `False` if it must wait."""
         # A step that had failed may have dropped gradients, so it runs again; one without its body has never run.
         is_step_again = request.is_replay and request.kind == "optim_step" and request.body
         failure = model.failure or (None if is_step_again else request.failure)
         try:
             if failure is not None:
                 raise ConfigError(failure)
-            if request.kind in ("create_model", "load_weights") and request.seq == 0:
-                if not self._has_place(request) or not self._may_open(model, request):
-                    return False
-                if request.kind == "create_model":
-                    self.models.open(model)
-                    self._finish(request, {"type": "create_model", "model_id": model.id})
-                else:
-                    self._load(model, request, json.loads(request.body))
-            elif request.kind == "forward_backward":
+            if request.seq == 0 and not (self._has_place(request) and self._may_open(model, request)):
+                return False  # it makes the model
+            if request.kind == "forward_backward":
                 request.payload = call = request.payload or training_call(read_training_request(request.body))
                 if call.backward or not request.is_replay:
                     self._calls.submit(replace(call, model=model.name))
@@ -502,7 +496,7 @@ class Engine:
                 steps[model.name] = model, request, read_adam(json.loads(request.body))
                 return True
             else:
-                self._ACTS[request.kind](self, model, request, json.loads(request.body))
+                self._HANDLERS[request.kind](self, model, request, json.loads(request.body))
         except (ConfigError, DataError, CheckpointError) as error:
             reason = _in_words_of_clients(str(error), model)
             self._fail(request, reason, SERVER if isinstance(error, CheckpointError) else USER)
@@ -512,11 +506,11 @@ class Engine:
         except Exception as error:  # a bug of ours, which must not come back at each restart
             traceback.print_exc(file=sys.stderr)
             self._fail(request, f"the server has failed: {type(error).__name__}: {error}", SERVER)
-        self._next(model)
+        self._end_turn(model)
         return True
 
-    def _next(self, model: Model) -> None:
-        """Give the turn to the request after the one whose turn it is."""
+    def _end_turn(self, model: Model) -> None:
+        """Remove the request whose turn it is; the next one follows."""
         model.queue.pop(model.next_seq)
         model.next_seq += 1
         model.used = time.monotonic()
@@ -579,6 +573,10 @@ class Engine:
         rows = self.ledger.read("SELECT max_models, max_queued_tokens FROM keys WHERE name = ?", key)
         return tuple(rows[0]) if rows else (None, None)
 
+    def _create(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
+        self.models.open(model)
+        self._finish(request, {"type": "create_model", "model_id": model.id})
+
     def _load(self, model: Model, request: Request, body: Mapping[str, Any]) -> None:
         """Load a checkpoint into a new model, which is open already if it was made by a request of its own."""
         row = self.ledger.read("SELECT * FROM checkpoints WHERE id = ? AND key = ?", body["path"], model.key)
@@ -602,7 +600,7 @@ class Engine:
 
     # ------------------------------------------------------------------ passes and steps
 
-    def _step(self, steps: Mapping[str, tuple[Model, Request, AdamSettings]]) -> None:
+    def _step_together(self, steps: Mapping[str, tuple[Model, Request, AdamSettings]]) -> None:
         """Step models together, and answer."""
         norms = self._calls.step({name: settings for name, (_, _, settings) in steps.items()})
         crashpoint("mid_step")
@@ -612,9 +610,9 @@ class Engine:
                 self._fail(request, norm.reason, USER if norm.is_callers else SERVER)
             else:
                 self._finish(request, {"type": "optim_step", "metrics": {"grad_norm:mean": norm}})
-            self._next(model)
+            self._end_turn(model)
 
-    def _pass(self) -> bool:
+    def _run_pass(self) -> bool:
         """Compute one pass of the calls that run, and answer those that it ends; return whether there was one."""
         running = {model.name: model for model in self._by_fairness(self.models.open_models) if model.running}
         if not running:
@@ -644,7 +642,7 @@ class Engine:
             if request.is_replay:
                 crashpoint("mid_replay")
             self._usage[model.key] = self._usage.get(model.key, 0.0) + request.num_tokens
-            self._next(model)
+            self._end_turn(model)
         now_s = time.monotonic()
         self.passes.append((now_s, seconds, len(running), num_tokens))
         while self.passes[0][0] < now_s - _PASSES_S:
@@ -851,7 +849,8 @@ class Engine:
             self.models.freeze(model, folder)
         self._finish(request, {"type": request.kind, "sampling_session_id": body["sampling_session_id"]})
 
-    _ACTS: ClassVar[dict[str, Callable[..., None]]] = {
+    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
+        "create_model": _create,
         "load_weights": _load,
         "save_weights": _save,
         "save_weights_external": _save,

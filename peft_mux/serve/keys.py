@@ -102,7 +102,7 @@ def revoke_key(store: Path, name: str) -> None:
 
 
 def list_keys(store: Path) -> list[sqlite3.Row]:
-    """Return the keys of a store by name, without what would open anything."""
+    """Return the keys of a store by name, without their digests."""
     sql = "SELECT name, created, expires, max_models, max_queued_tokens, is_admin FROM keys ORDER BY name"
     with closing(connect(store)) as connection:
         return connection.execute(sql).fetchall()

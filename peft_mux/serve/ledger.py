@@ -55,11 +55,11 @@ class StoreError(Exception):
 
 
 class ConflictError(Exception):
-    """A number that was used for another content."""
+    """A sequence number that was used for another body."""
 
 
 class UnknownIdError(Exception):
-    """An id of nothing, or of another tenant."""
+    """An id that does not exist, or belongs to another tenant."""
 
 
 def connect(store: Path) -> sqlite3.Connection:

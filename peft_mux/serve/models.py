@@ -29,7 +29,7 @@ _PATIENCE_S = 2.0
 
 @dataclass(eq=False)
 class Model:
-    """A model that is open, or that something is asked of.
+    """A model that is open, or has requests.
 
     Attributes:
         id: its id, of the client.
@@ -45,9 +45,9 @@ class Model:
         is_wanted: whether weights are wanted that its replay makes.
         is_written: whether no snapshot waits for the writer.
         state: its state, at rest, until that is on disk.
-        failure: why nothing can be asked of it.
+        failure: why its requests fail.
         pass_s: seconds of passes behind the snapshot.
-        used: when something was last done with it.
+        used: when its last request ended.
         opened: when it was opened.
     """
 
