@@ -85,7 +85,13 @@ class LoraBody(_Body):
     train_attn: bool = True
 
 
-class CreateModel(_Body):
+class _TypedBody(_Body):
+    """A body that may repeat what its route says."""
+
+    type: str = ""
+
+
+class CreateModel(_TypedBody):
     """A new model."""
 
     session_id: str
@@ -94,10 +100,9 @@ class CreateModel(_Body):
     lora_config: LoraBody | None = None
     optimizer_config: dict[str, Any] | None = None
     user_metadata: dict[str, Any] | None = None
-    type: str = "create_model"
 
 
-class LoadWeights(_Body):
+class LoadWeights(_TypedBody):
     """A model that begins with a checkpoint."""
 
     path: str
@@ -110,20 +115,18 @@ class LoadWeights(_Body):
     optimizer_config: dict[str, Any] | None = None
     user_metadata: dict[str, Any] | None = None
     weights_access_token: str | None = None
-    type: str = "load_weights"
 
 
-class OptimStep(_Body):
+class OptimStep(_TypedBody):
     """A step of the optimizer."""
 
     model_id: str
     seq_id: Annotated[Number, Field(ge=1)]
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
-    type: str = "optim_step"
 
 
-class SaveWeights(_Body):
+class SaveWeights(_TypedBody):
     """A checkpoint of any kind, or weights for sampling that have no path."""
 
     model_id: str
@@ -135,20 +138,18 @@ class SaveWeights(_Body):
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     age_encryption_recipients: list[str] | None = None
-    type: str = ""
 
 
-class CreateSamplingSession(_Body):
+class CreateSamplingSession(_TypedBody):
     """A client that samples from a base model or a checkpoint."""
 
     session_id: str
     sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
-    type: str = "create_sampling_session"
 
 
-class Sample(_Body):
+class Sample(_TypedBody):
     """A prompt to complete."""
 
     sampling_session_id: str
@@ -165,7 +166,6 @@ class Sample(_Body):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
-    type: str = "sample"
 
 
 async def _tenant(http: HttpRequest) -> Key:
