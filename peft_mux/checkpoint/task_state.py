@@ -7,27 +7,24 @@ and `join_state` does the reverse, so that a run can resume in any layout::
     page      | q.A | k.A | q.B^T | k.B^T |          exp_avg, exp_avg_sq: as long as the page;  step: one number
     by name   q.A: {exp_avg [R, D], exp_avg_sq [R, D], step}   q.B: {exp_avg [K, R], ...}   ...
 
-With several processes, those of the first replica hold each parameter at least once. `gather_task` sends their parts to
-rank 0, which joins them (`join_parts`). On resuming, each process takes its own pieces of the whole (`take_part`).
+On resuming, each process takes its own pieces of the whole (`take_part`). `peft_mux.parallel.task_states` makes a whole
+of the parts that several processes hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.pieces import Piece
 from peft_mux.modeling.slabs import PAGE_KINDS
-from peft_mux.scheduler.parallel_layout import ParallelLayout
-from peft_mux.storage import pack_state, unpack_state
 
 Moments = dict[str, Any]
 """What an optimizer keeps for one parameter: tensors and plain numbers."""
@@ -220,6 +217,30 @@ def join_state(
     optimizer.schedule.load_state_dict(schedule)
 
 
+def take_part(state: TaskState, pieces: Mapping[str, Piece]) -> TaskState:
+    """Return the pieces of a whole state that a process holds, as views if possible.
+
+    Raises:
+        CheckpointError: if a parameter is not in the state, or has another shape.
+    """
+    weights = {name: piece.take(_checked(name, state.weights.get(name), piece.shape)) for name, piece in pieces.items()}
+    copies = {
+        copy: {
+            name: piece.take(_checked(name, tensors[name], piece.shape))
+            for name, piece in pieces.items()
+            if name in tensors
+        }
+        for copy, tensors in state.copies.items()
+    }
+    moments: dict[str, Moments] = {}
+    for name, piece in pieces.items():
+        for key, value in state.moments.get(name, {}).items():
+            # Only tensors like the parameter are cut with it; numbers belong to all pieces.
+            is_cut = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape
+            moments.setdefault(name, {})[key] = piece.take(value) if is_cut else value
+    return replace(state, weights=weights, moments=moments, copies=copies)
+
+
 def _kinds(optimizer: TaskOptimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return the kind of each parameter group of an optimizer."""
     groups = zip(optimizer.kinds, optimizer.optimizer.param_groups, strict=True)
@@ -254,180 +275,3 @@ def _checked(name: str, tensor: torch.Tensor | None, shape: Sequence[int]) -> to
             "the checkpoint was written with."
         )
     return tensor
-
-
-# ---------------------------------------------------------------- across processes
-
-
-def merge_states(parts: Iterable[TaskState]) -> TaskState:
-    """Return the state of a whole task from parts that hold different parameters; their settings are equal."""
-    whole = TaskState({}, {}, {}, {})
-    for part in parts:
-        whole.weights.update(part.weights)
-        whole.moments.update(part.moments)
-        whole.settings.update(part.settings)
-        for key, value in part.schedule.items():
-            is_by_kind = isinstance(value, dict) and set(value) <= _KINDS
-            whole.schedule[key] = {**whole.schedule.get(key, {}), **value} if is_by_kind else value
-        for copy, tensors in part.copies.items():
-            whole.copies.setdefault(copy, {}).update(tensors)
-    return whole
-
-
-def gather_task(
-    processes: Processes, layout: ParallelLayout, pieces: Mapping[str, Piece], state: TaskState
-) -> TaskState | None:
-    """Return the whole state of a task on rank 0, and `None` on other ranks.
-
-    Every process of the first replica calls this; on others it does nothing.
-
-    Args:
-        processes: the processes of the run, connected.
-        layout: which process holds which part of which replica.
-        pieces: which part of each parameter this process holds, from `TaskRegistry.pieces_of`.
-        state: of these parts, from `take_snapshot` or `split_state`.
-
-    Raises:
-        ProcessError: if another process fails, dies, or does not answer within the time limit.
-        CheckpointError: if the parts are not a whole.
-    """
-    # Replicas hold the same weights, so the first one is enough.
-    ranks = [rank for rank in range(layout.world_size) if layout.place(rank).replica == 0]
-    if processes.rank not in ranks:
-        return None
-    if processes.rank != 0:
-        processes.send(*_packed(pieces, state), target=0)
-        return None
-    return join_parts([(pieces, state), *(_unpacked(*processes.receive(rank)) for rank in ranks[1:])])
-
-
-def take_from(processes: Processes, holder: int, snapshot: Callable[[], TaskState]) -> TaskState | None:
-    """Return on rank 0 the whole state of a task that one process has, and `None` on other ranks.
-
-    Args:
-        processes: the processes of the run, connected; all of them call this.
-        holder: rank of the process that has the state.
-        snapshot: returns the state on this process.
-
-    Raises:
-        ProcessError: if another process fails, dies, or does not answer within the time limit.
-    """
-    if processes.rank == holder == 0:
-        return snapshot()
-    if processes.rank == holder:
-        processes.send(*_packed({}, snapshot()), target=0)
-    return _unpacked(*processes.receive(holder))[1] if processes.rank == 0 else None
-
-
-def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskState:
-    """Return the whole state of a task from the parts of the processes of one replica.
-
-    Args:
-        parts: for each process its pieces by parameter, and the state of these pieces. Pieces may overlap.
-
-    Raises:
-        CheckpointError: if no part has some elements of a parameter, or an optimizer keeps state for a cut parameter
-            that cannot be cut with it.
-    """
-    whole = merge_states(state for _, state in parts)
-    holders: dict[str, list[tuple[Piece, TaskState]]] = {}
-    for pieces, state in parts:
-        for name, piece in pieces.items():
-            holders.setdefault(name, []).append((piece, state))
-    for name, held in holders.items():
-        # All processes that hold a parameter whole hold the same, and `whole` has it from one of them.
-        if all(piece.is_whole for piece, _ in held):
-            continue
-        dim, last = held[0][0].dim, 0
-        size = held[0][0].shape[dim]
-        # Sorted, because the ranges of fused projections interleave between ranks.
-        for start, end in sorted(edge for piece, _ in held for edge in piece.ranges):
-            if start > last:
-                break
-            last = max(last, end)
-        if last < size:
-            raise CheckpointError(
-                f"{name}: the processes of one replica must have all of it, got nothing of index {last} along "
-                f"dimension {dim}, of {size}. Load the same model and adapter in each."
-            )
-        whole.weights[name] = _assembled([(piece, state.weights[name]) for piece, state in held])
-        for copy, tensors in whole.copies.items():
-            if name in tensors:
-                tensors[name] = _assembled([(piece, state.copies[copy][name]) for piece, state in held])
-        if name in whole.moments:
-            whole.moments[name] = _assembled_moments(name, [(piece, state.moments[name]) for piece, state in held])
-    return whole
-
-
-def take_part(state: TaskState, pieces: Mapping[str, Piece]) -> TaskState:
-    """Return the pieces of a whole state that a process holds, as views if possible.
-
-    Raises:
-        CheckpointError: if a parameter is not in the state, or has another shape.
-    """
-    weights = {name: piece.take(_checked(name, state.weights.get(name), piece.shape)) for name, piece in pieces.items()}
-    copies = {
-        copy: {
-            name: piece.take(_checked(name, tensors[name], piece.shape))
-            for name, piece in pieces.items()
-            if name in tensors
-        }
-        for copy, tensors in state.copies.items()
-    }
-    moments: dict[str, Moments] = {}
-    for name, piece in pieces.items():
-        for key, value in state.moments.get(name, {}).items():
-            # Only tensors like the parameter are cut with it; numbers belong to all pieces.
-            is_cut = isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape
-            moments.setdefault(name, {})[key] = piece.take(value) if is_cut else value
-    return replace(state, weights=weights, moments=moments, copies=copies)
-
-
-def _assembled(parts: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
-    """Return a tensor made of its parts, on the CPU."""
-    piece, first = parts[0]
-    whole = torch.zeros(piece.shape, dtype=first.dtype)
-    for piece, part in parts:
-        piece.put(whole, part.cpu())
-    return whole
-
-
-def _assembled_moments(name: str, parts: Sequence[tuple[Piece, Moments]]) -> Moments:
-    """Return an optimizer's state of a parameter, joined from the states of its parts."""
-    joined: Moments = {}
-    piece, moments_of_first = parts[0]
-    for key, first in moments_of_first.items():
-        # Step counters are the same in all parts, which step together.
-        if not isinstance(first, torch.Tensor) or first.dim() == 0:
-            joined[key] = first
-        elif tuple(first.shape) == piece.part_shape:
-            joined[key] = _assembled([(piece, moments[key]) for piece, moments in parts])
-        else:
-            raise CheckpointError(
-                f"{name}, {key}: a divided parameter needs an optimizer that treats all elements equally, got shape "
-                f"{list(first.shape)} for a part of shape {list(piece.part_shape)}. Set optim to adamw_torch, or "
-                "tensor_parallel_size to 1."
-            )
-    return joined
-
-
-def _packed(pieces: Mapping[str, Piece], state: TaskState) -> tuple[Any, torch.Tensor]:
-    """Return a part as a description and one buffer with the bytes of all its tensors, of whatever dtypes."""
-    fields = {name: getattr(state, name) for name in ("weights", "moments", "settings", "schedule", "copies")}
-    tensors, tree = pack_state(fields)
-    described = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
-    buffer = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-    return (dict(pieces), tree, described), buffer
-
-
-def _unpacked(words: Any, buffer: torch.Tensor) -> tuple[Mapping[str, Piece], TaskState]:
-    """Return what `_packed` was given."""
-    pieces, tree, described = words
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in described]
-    # Cloned, because a view of another dtype needs an aligned address.
-    tensors = {
-        name: part.clone().view(dtype).view(shape)
-        for (name, shape, dtype), part in zip(described, buffer.split(sizes), strict=True)
-    }
-    return pieces, TaskState(**unpack_state(tensors, tree))

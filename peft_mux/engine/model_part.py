@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,6 +47,8 @@ class ModelPart:
         tp_size: tensor parallel ranks of this process's replica.
         is_whole: whether this process holds the whole model.
         has_keepers: whether each task is stepped by one process alone, its keeper.
+        gather_state: `gather_state(task, only_weights=False)` returns the whole state of a task on the first process
+            and `None` on the others; `None` if each process holds all of every task.
         executor: runs the passes of this process; `None` before `load`.
         digests: digests of this process's frozen weights by name.
     """
@@ -59,6 +61,7 @@ class ModelPart:
         replica = layout.replicas[self.place.replica]
         self.num_stages, self.tp_size, self.is_whole = replica.pp, replica.tp, replica.num_gpus == 1
         self.has_keepers = False
+        self.gather_state: Callable[..., Any] | None = None
         self.executor: Executor | None = None
         self.digests: dict[str, str] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.parallel.pipeline.links import PipelineLinks
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.parallel.sharding import OptimizerShards
+from peft_mux.parallel.task_states import gather_state
 from peft_mux.parallel.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.parallel.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
 from peft_mux.scheduler.parallel_layout import ParallelLayout
@@ -101,6 +103,8 @@ class ParallelPart(ModelPart):
         args, layout, stage = self.args, self.layout, self._stage
         if args.shard_optimizer and not processes.is_alone:
             self._shards, self.has_keepers = OptimizerShards(processes, table, model), True
+        if self.has_keepers or not layout.is_data_parallel:
+            self.gather_state = partial(gather_state, processes, layout, model)
         interleaving = None
         if self._links is not None and self._links.size > 1:
             # The plan determines how many passes are interleaved.
@@ -175,6 +179,7 @@ class ParallelPart(ModelPart):
         if self._tensor_links is not None:
             self._tensor_links.close()
         self._stage = self._tensor_links = self._links = self._tensor_parallel = self._sharded = self._shards = None
+        self.gather_state = None
 
 
 def register_parts(

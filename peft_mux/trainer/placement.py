@@ -11,11 +11,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.task_state import TaskState, gather_task, take_from, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.model_part import ModelPart, begin_from_adapters, register_tasks
@@ -101,9 +99,9 @@ class Placement:
                 if self.part.is_whole:
                     self.outline = self.model  # a part has no shapes of whole parameters, which plans need
                 saver = self._run.saver
-                saver.gather, saver.agree = None, bool
-                if not self._run.layout.is_data_parallel or self.part.has_keepers:
-                    saver.gather, saver.agree = self._gather_state, lambda saved: all(processes.gather(saved))
+                saver.gather, saver.agree = self.part.gather_state, bool
+                if saver.gather is not None:
+                    saver.agree = lambda saved: all(processes.gather(saved))
                 self.on_change()
             return self.part.digests
 
@@ -162,21 +160,6 @@ class Placement:
         self.part.assign_keeper(optimizer, before)
         task.optimizer = optimizer
         task.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
-
-    def _gather_state(self, task: ActiveTask, *, only_weights: bool = False) -> TaskState | None:
-        """Return a task's state, assembled from the parts of the first replica; `None` except on the first process."""
-        if self.part.has_keepers:
-            keeper = 0 if only_weights or task.optimizer is None else task.optimizer.keeper
-            snapshot = partial(take_snapshot, task, self.model, only_weights=only_weights)
-            return take_from(self._run.processes, keeper, snapshot)
-        # Replicas hold equal adapters after every step, so one of them is enough.
-        if self.part.place.replica > 0:
-            return None
-        state, pieces = (
-            take_snapshot(task, self.model, only_weights=only_weights),
-            self.model.registry.pieces_of(task.name),
-        )
-        return gather_task(self._run.processes, self._run.layout, pieces, state)
 
     # ------------------------------------------------------------------ other replicas
 

@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state
+from peft_mux.checkpoint.task_state import TaskState, split_state
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
@@ -43,6 +43,7 @@ from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.parallel.pipeline.links import PipelineLinks
 from peft_mux.parallel.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel
+from peft_mux.parallel.task_states import gather_parts
 from peft_mux.parallel.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.parallel.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.scheduler.pipeline.simulator import simulate
@@ -393,7 +394,7 @@ class Engine:
     def states(self, optimizers: Mapping[str, Any]) -> dict[str, TaskState | None]:
         """Return the whole states of all tasks on the first process."""
         return {
-            name: gather_task(
+            name: gather_parts(
                 self.processes,
                 self.layout,
                 self.model.registry.pieces_of(name),

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from peft_mux.checkpoint import task_state as full_state
-from peft_mux.checkpoint.task_state import TaskState, join_parts, take_part
+from peft_mux.checkpoint.task_state import TaskState, take_part
 from peft_mux.engine.gradients import (
     Bundle,
     GradientSync,
@@ -23,7 +22,9 @@ from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ProcessError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.pieces import Piece
+from peft_mux.parallel import task_states
 from peft_mux.parallel.layout import parse_layout
+from peft_mux.parallel.task_states import join_parts
 from tests.engine import lab
 from tests.engine.gradients import cell_cases as cases
 from tests.parallel.tensor.test_parallel import shard
@@ -199,8 +200,8 @@ def test_a_whole_state_cut_for_any_layout_and_joined_again_is_itself(task: cases
             pieces = task.pieces(rank)
             part = take_part(whole, pieces)
             assert all(tuple(part.weights[name].shape) == piece.part_shape for name, piece in pieces.items())
-            words, buffer = full_state._packed(pieces, part)
-            parts.append(full_state._unpacked(words, buffer))
+            words, buffer = task_states._packed(pieces, part)
+            parts.append(task_states._unpacked(words, buffer))
         check_equal(join_parts(parts), whole)
 
 

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from peft_mux.checkpoint.task_state import join_state, merge_states, split_state
+from peft_mux.checkpoint.task_state import join_state, split_state
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError
 from peft_mux.modeling.backbone.digests import weight_digests
@@ -27,6 +27,7 @@ from peft_mux.parallel.pipeline import links
 from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.parallel.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
+from peft_mux.parallel.task_states import merge_states
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import Action, Slot
 from tests.engine import lab
