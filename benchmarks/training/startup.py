@@ -96,7 +96,7 @@ def measure_run(configs: dict[str, Any], backbone: Any, *, are_alike: bool) -> t
     with tempfile.TemporaryDirectory() as folder:
         args = quiet_arguments(folder)
         trainer, made_s = timed(lambda: MultiTaskTrainer(model, args, tasks), time.perf_counter)
-        _, opened_s = timed(lambda: trainer._loop.opening.open(None), time.perf_counter)
+        _, opened_s = timed(lambda: trainer._opening.open(None), time.perf_counter)
     return made_s, opened_s
 
 

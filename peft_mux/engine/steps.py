@@ -100,10 +100,11 @@ class BatchesAhead:
             self._held[task.name] = task.loader, step, batch
         return batches
 
-    def drop(self, name: str) -> None:
-        """Discard the batch of a removed task."""
-        self._held.pop(name, None)
-        self._taken.pop(name, None)
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Discard the batches of all tasks but these."""
+        for name in (self._held.keys() | self._taken.keys()).difference(names):
+            self._held.pop(name, None)
+            self._taken.pop(name, None)
 
     def _read(self, task: ActiveTask, step: int) -> TaskBatch:
         started = time.perf_counter()

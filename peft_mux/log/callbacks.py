@@ -110,6 +110,9 @@ class RunCallbacks:
         args: the arguments of the run.
         state: the state of the run, which counts its steps and keeps its log history.
         control: what callbacks ask of the run; they may change it or return another one.
+
+    Attributes:
+        plan: the plan that the next steps follow; `None` if there is none yet.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class RunCallbacks:
         control: TrainerControl,
     ) -> None:
         self.handler, self.args, self.state, self.control = handler, args, state, control
+        self.plan: Plan | None = None
         self._reported_plan: Plan | None = None
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         self._begun: set[str] = set()
@@ -178,18 +182,14 @@ class RunCallbacks:
         elif run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
             self.note_event("on_task_end", run, folder)
 
-    def call_task_events(self, plan: Plan | None) -> bool:
-        """Call callbacks with all collected events; return whether any of them has one, and may ask for something.
-
-        Args:
-            plan: the plan that the next steps follow; `None` if there is none yet.
-        """
+    def call_task_events(self) -> bool:
+        """Call callbacks with all collected events; return whether any of them has one, and may ask for something."""
         is_heard = False
         # One after another, because a callback may cause more events.
         while self._waiting:
             event, facts = self._waiting.popleft()
             is_heard |= self._call_task_event(event, **facts)
-        before = self._reported_plan
+        plan, before = self.plan, self._reported_plan
         # If no task runs, no step will follow the plan.
         if plan is not None and plan.htasks and plan != before:
             self._reported_plan = plan

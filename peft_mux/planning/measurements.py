@@ -12,10 +12,8 @@ from peft_mux.parallel.dispatch import DispatchClock
 from peft_mux.planning.planner import Planner
 from peft_mux.scheduler.plan import Plan
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import Run
-from peft_mux.trainer.run_plans import StepTime
+from peft_mux.trainer.run import Run, StepTime
 
-_NO_STEP = StepTime(None, 0, 0.0, 0.0)
 _STEPS_OF_A_WINDOW = 50
 """After so many steps a slow replica is reported."""
 _LEAST_WAIT_S, _LEAST_SHARE = 1.0, 0.1
@@ -52,14 +50,12 @@ class Measurements:
 
     Attributes:
         pass_report: the passes and tokens of this process's replica, as planned and as run.
-        last_step: what the last step took if nothing was learnt from it yet, else zeros.
         dispatch_clock: time of dividing rows among unequal replicas under all plans; `None` before the first one.
     """
 
     def __init__(self, run: Run, placement: Placement, planner: Planner) -> None:
         self._run, self._placement, self._planner = run, placement, planner
         self.pass_report = self._counted_before = PassReport()
-        self.last_step = _NO_STEP
         self.dispatch_clock: DispatchClock | None = None
         self._plan: Plan | None = None
         self._waited_s = 0.0
@@ -83,8 +79,8 @@ class Measurements:
         self._counted_before = self._counted_before if repeats else self.pass_report
         self.pass_report = self._counted_before.after(planned, work.micro_batches)
 
-    def record_step(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> None:
-        """Remember what the last step took on this process; a process that is alone learns from it at once.
+    def record_step(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> StepTime:
+        """Return what the last step took on this process, or zeros if this process is alone and has compared it.
 
         Args:
             result: the result of the step.
@@ -103,32 +99,34 @@ class Measurements:
             between_s = seconds - times.span_s - (self._run.processes.waited_s - self._waited_s)
             correction.observe_passes(times, between_s, result.num_tokens, prices)
         # With its plan: by the time that the processes have exchanged their times, there may be another one.
-        self.last_step = StepTime(plan, sum(result.num_tokens.values()), seconds, times.span_s)
-        if self._run.processes.is_alone:
-            self.compare_step(seconds)
+        step = StepTime(plan, sum(result.num_tokens.values()), seconds, times.span_s)
+        if not self._run.processes.is_alone:
+            return step
+        self.compare_step(step, seconds)
+        return StepTime()
 
-    def compare_step(self, seconds: float, process_s: Sequence[float] = ()) -> None:
-        """Compare the last step with its prediction, once, and replicas with one another.
+    def compare_step(self, step: StepTime, slowest_s: float, process_s: Sequence[float] = ()) -> None:
+        """Compare a step with its prediction, and replicas with one another; nothing for no step.
 
         Args:
-            seconds: what the step took: here, or on the slowest process.
+            step: what it took on this process.
+            slowest_s: what it took on the slowest process.
             process_s: seconds of the passes of each process, by rank; none for a process that is alone.
         """
-        last, self.last_step = self.last_step, _NO_STEP
         layout = self._run.layout
-        if last is not _NO_STEP and layout.num_replicas > 1:
+        if step != StepTime() and layout.num_replicas > 1:
             replica_s = [0.0] * layout.num_replicas
             for place, passes_s in zip(layout.places, process_s, strict=True):
                 replica_s[place.replica] = max(replica_s[place.replica], passes_s)
             self._replicas_s.append(replica_s)
             if len(self._replicas_s) >= _STEPS_OF_A_WINDOW:
                 self.report_slow_replica()
-        if last.plan is None:
+        if step.plan is None:
             return
         correction = self._planner.correction
-        correction.observe(last.plan, last.num_tokens, seconds)
+        correction.observe(step.plan, step.num_tokens, slowest_s)
         left = {run.name: run.num_steps - run.step for run in self._run.table.running}
-        forecast = correction.compare_with_plan(last.plan, left)
+        forecast = correction.compare_with_plan(step.plan, left)
         if forecast is not None:
             ratio, predicted_s, line = forecast
             self._run.log.say(line)

@@ -23,8 +23,7 @@ from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.planned_passes import planned_passes
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import Run
-from peft_mux.trainer.run_plans import StepTime
+from peft_mux.trainer.run import Run, StepTime
 
 _SAVED_AS = "time factor, "
 _MOST_TOKENS = "most tokens of a pass"
@@ -35,7 +34,7 @@ class PlanFollower:
 
     A task that a plan admits is started; the others wait with a reason, until a later plan admits them. `plan` only
     answers, `replan` makes the plan that is followed, and `next_works` turns that one into steps. No other part of a
-    run keeps a plan: parts ask for `current`.
+    run keeps a plan.
 
     Args:
         run: the present run.
@@ -62,7 +61,7 @@ class PlanFollower:
         self._rates_of: ParallelLayout | None = None
         # Whether measured times change what runs together.
         self._applies_times = run.args.measured_times == "plan"
-        run.saver.decided_by = self._saved_decisions
+        run.saver.decided_by, placement.plan_stages = self._saved_decisions, self.plan_stages
 
     def follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
@@ -108,13 +107,25 @@ class PlanFollower:
         self.planner.cuts.clear()
         return self._plan_for(self.pipeline)
 
-    def replan(self) -> Plan:
+    def replan(self, resumed: Mapping[str, Any] | None = None) -> Plan:
         """Make another plan from what was learnt, follow it, and start the tasks that it admits.
+
+        Args:
+            resumed: what decided the bits of the run that is resumed, by name, to plan as it did; factors of times are
+                among it if that run applied them. Rates of replicas are measured again.
 
         Raises:
             ConfigError: if not even one task fits into memory.
         """
         correction = self.planner.correction
+        if resumed is not None:
+            self._looked_at = 0
+            self.planner.most_tokens = resumed.get(_MOST_TOKENS)
+            factors = [resumed.get(_SAVED_AS + name) for name in Parts._fields]
+            if self._applies_times and all(isinstance(factor, float) and 1e-6 < factor < 1e6 for factor in factors):
+                correction.restore(Parts(*factors))
+        # Rows that were read for a task which has left would be held for the rest of the run.
+        self.ahead.keep_only(run.name for run in self._run.table)
         if self._applies_times:
             correction.factors = correction.agreed
         plan = self._plan_for(self.pipeline)
@@ -165,6 +176,7 @@ class PlanFollower:
                     passes.append(planned_passes(plan.htasks, parts, self.planner.collator.rules, bound))
                 self.current = plan = replace(plan, passes=tuple(passes))
             self._steps = StepSource(plan, self.planner.collator, processes, shares, self.ahead)
+        self._run.callbacks.plan = plan
         if self._placement.is_loaded:
             self._placement.executor.follow(plan)
 
@@ -204,18 +216,6 @@ class PlanFollower:
         saved = {_SAVED_AS + name: factor for name, factor in factors.items()}
         return saved if self.planner.most_tokens is None else {**saved, _MOST_TOKENS: self.planner.most_tokens}
 
-    def restore_times(self, saved: Mapping[str, Any]) -> None:
-        """Plan like the run that is resumed; rates of replicas are measured again.
-
-        Args:
-            saved: what decided the bits of that run, by name; factors of times are among it if it applied them.
-        """
-        self._looked_at = 0
-        self.planner.most_tokens = saved.get(_MOST_TOKENS)
-        factors = [saved.get(_SAVED_AS + name) for name in Parts._fields]
-        if self._applies_times and all(isinstance(factor, float) and 1e-6 < factor < 1e6 for factor in factors):
-            self.planner.correction.restore(Parts(*factors))
-
     def max_tokens(self) -> int:
         """Return the tokens that a pass may hold, as far as is known from the memory."""
         asked = self._run.args.pass_tokens()
@@ -250,10 +250,6 @@ class PlanFollower:
             self._steps.prepare(run for run in running if run.name not in works[0].failures)
         return works
 
-    def forget(self, task: str) -> None:
-        """Forget the rows of a task that were read before their step."""
-        self.ahead.drop(task)
-
     def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
         """Return the same step in smaller passes, and plan for passes of at most `max_tokens` from now on.
 
@@ -269,22 +265,18 @@ class PlanFollower:
         self.measured.count_passes(self._steps.plan, again, repeats=True)
         return replace(again, failures={**work.failures, **again.failures})
 
-    @property
-    def last_step(self) -> StepTime:
-        """What the last step took on this process, until all processes have compared it."""
-        return self.measured.last_step
+    def record_step(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> StepTime:
+        """Return what the last step took on this process; see `Measurements.record_step`."""
+        return self.measured.record_step(result, seconds, num_steps=num_steps)
 
-    def record_step(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> None:
-        """Remember what the last step took on this process; see `Measurements.record_step`."""
-        self.measured.record_step(result, seconds, num_steps=num_steps)
-
-    def compare_step(self, seconds: float, process_s: Sequence[float]) -> None:
-        """Compare the last step with its prediction, and give slow replicas fewer rows if measured times are applied.
+    def compare_step(self, step: StepTime, slowest_s: float, process_s: Sequence[float]) -> None:
+        """Compare a step with its prediction, and give slow replicas fewer rows if measured times are applied.
 
         Args:
-            seconds: what the step took on the slowest process.
-            process_s: seconds of the passes of each process in the last step, by rank; zeros if there was none.
+            step: what it took on this process.
+            slowest_s: what it took on the slowest process.
+            process_s: seconds of the passes of each process in it, by rank; zeros if there was none.
         """
-        self.measured.compare_step(seconds, process_s)
+        self.measured.compare_step(step, slowest_s, process_s)
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)

@@ -18,7 +18,7 @@ from peft_mux.planning.plan_follower import PlanFollower
 from peft_mux.scheduler.deployment.deployment_plan import DEFAULT_RESTART_S
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, layout_text
 from peft_mux.task import TaskStatus
-from peft_mux.trainer.placement import Moves, Placement
+from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run
 
 
@@ -26,7 +26,7 @@ class _NotSavedError(CheckpointError):
     """A run could not be saved before a move; nothing was released yet."""
 
 
-class Relocation(Moves):
+class Relocation:
     """Decides whether moving to other replicas pays off, and moves the run.
 
     Args:
@@ -41,7 +41,6 @@ class Relocation(Moves):
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
         """Check that a run with `redeploy=True` can move; do not move yet."""
         self._run, self._placement, self._plans = run, placement, plans
-        self._target: ModelPart | None = None
         self._deployed_for: tuple[str, ...] = ()
         self._restart_s = DEFAULT_RESTART_S
         if run.args.redeploy:
@@ -58,7 +57,7 @@ class Relocation(Moves):
         """
         target = self._placement.part_for_layout(layout_of_text(replicas, self._run.args.world_size))
         self._check_can_move()
-        self._target = target
+        self._placement.target = target
         if not self._run.is_in_train:
             self._move(target)
 
@@ -109,29 +108,30 @@ class Relocation(Moves):
         if layout != run.layout:
             placement.change_part(placement.part_for_layout(layout))
 
-    @property
-    def target(self) -> str:
-        """Replicas to which the run moves before its next step; "" for none."""
-        return "" if self._target is None else str(self._target.layout)
-
     def move_if_asked(self) -> bool:
-        """Move if that was asked for, or pays off now that tasks have come or gone; return whether the run moved."""
+        """Move and plan again if that was asked for, or pays off now that tasks have come or gone.
+
+        Returns:
+            Whether the run moved.
+        """
+        placement = self._placement
         names = tuple(run.name for run in self._run.table.plannable)
         # The first call compares with nothing: the replicas that a run begins on were chosen for these tasks.
         has_changed, self._deployed_for = names != (self._deployed_for or names), names
-        if self._target is None and has_changed and self._run.args.redeploy:
+        if placement.target is None and has_changed and self._run.args.redeploy:
             # Rank 0 decides, as predicted times differ between processes.
             processes = self._run.processes
             if replicas := processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]:
-                self._target = self._placement.part_for_layout(parse_layout(replicas))
-        if self._target is None:
+                placement.target = placement.part_for_layout(parse_layout(replicas))
+        if placement.target is None:
             return False
         try:
-            self._move(self._target)
+            self._move(placement.target)
         except _NotSavedError as error:
             # A run that trains must not end because a disk is full.
             self._run.log.warn(str(error))
             return False
+        self._plans.replan()
         return True
 
     def _check_can_move(self) -> None:
@@ -180,7 +180,7 @@ class Relocation(Moves):
         """
         run, processes = self._run, self._run.processes
         with self._placement.lock:  # no other thread may use a model that is released
-            self._target = None
+            self._placement.target = None
             started, before, was_placed = time.perf_counter(), run.layout, self._placement.is_loaded
             if was_placed:
                 # No process releases its part before all tasks are saved: if that fails, the model is still there.
@@ -192,7 +192,7 @@ class Relocation(Moves):
                 processes.wait_for_all()
             self._placement.change_part(target)
             if was_placed:
-                self._placement.load(self._plans.plan_stages)
+                self._placement.load()
                 folder = run.saver.folder
                 assert folder is not None, "redeploy is refused without a folder"
                 processes.wait_for_all()  # others read what the first one has written

@@ -33,10 +33,8 @@ from peft_mux.log.callbacks import hears_steps
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.membership import Membership
-from peft_mux.trainer.opening import Opening
-from peft_mux.trainer.placement import Moves, Placement
-from peft_mux.trainer.run import Run
-from peft_mux.trainer.run_plans import RunPlans
+from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.run import Run, RunPlans, StepTime
 
 
 class TrainingLoop:
@@ -46,12 +44,11 @@ class TrainingLoop:
         run: the present run.
         placement: the model of this process.
         plans: the plan that is followed, the work of each step, and what it took.
-        moves: moves the run to other replicas between steps.
         membership: adds and removes tasks between steps, and handles those that end.
         evaluator: evaluates tasks on their held-out rows.
+        move_if_asked: moves the run to other replicas if that was asked for or pays off; returns whether it moved.
 
     Attributes:
-        opening: prepares everything for the next step.
         num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
@@ -60,13 +57,13 @@ class TrainingLoop:
         run: Run,
         placement: Placement,
         plans: RunPlans,
-        moves: Moves,
         membership: Membership,
         evaluator: TaskEvaluator,
+        move_if_asked: Callable[[], bool],
     ) -> None:
-        self._run, self._placement, self._plans, self.moves = run, placement, plans, moves
-        self.opening = Opening(run, placement, plans, moves.choose_replicas)
-        self.membership, self.evaluator = membership, evaluator
+        self._run, self._placement, self._plans = run, placement, plans
+        self.membership, self.evaluator, self._move_if_asked = membership, evaluator, move_if_asked
+        self._last_step = StepTime()
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
         self.num_stream_tokens = 0
@@ -118,7 +115,7 @@ class TrainingLoop:
         run.is_updating = True
         self._placement.part.apply(run.table, result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
-        self._plans.record_step(result, time.perf_counter() - started - lost_s)
+        self._last_step = self._plans.record_step(result, time.perf_counter() - started - lost_s)
         run.state.global_step += 1
         run.is_updating = False
         self.num_stream_tokens += result.num_stream_tokens
@@ -172,7 +169,7 @@ class TrainingLoop:
         seconds = (time.perf_counter() - started) / len(results)
         last = results[-1]
         means = {name: sum(one.num_tokens[name] for one in results) // len(results) for name in last.num_tokens}
-        self._plans.record_step(replace(last, num_tokens=means), seconds, num_steps=len(results))
+        self._last_step = self._plans.record_step(replace(last, num_tokens=means), seconds, num_steps=len(results))
 
     # ------------------------------------------------------------------ before a step
 
@@ -186,22 +183,23 @@ class TrainingLoop:
             ConfigError: on every process, if a task that runs for the first time has other settings or initial weights
                 on one of them.
         """
-        run, plans, agreement = self._run, self._plans, self._agreement
+        run, plans, agreement, target = self._run, self._plans, self._agreement, self._placement.target
+        last, self._last_step = self._last_step, StepTime()
         if run.saver.lock is not None:
             run.saver.lock.renew()
         endings, wants_stop = agreement.on_tasks(
             run.state.global_step,
             run.table,
             wants_stop=run.control.should_training_stop,
-            replicas=self.moves.target,
-            last_step_s=plans.last_step.seconds,
-            last_passes_s=plans.last_step.passes_s,
+            replicas="" if target is None else str(target.layout),
+            last_step_s=last.seconds,
+            last_passes_s=last.passes_s,
             num_commands=len(self.membership.queue.labels),
             requests=self.membership.queue.callback_labels,
         )
         self._apply_endings(endings)
         # Each process has measured its own time, and all must make the same plan.
-        plans.compare_step(agreement.slowest_s, agreement.passes_s)
+        plans.compare_step(last, agreement.slowest_s, agreement.passes_s)
         self.membership.apply_shared_commands(has_commands=agreement.has_commands)
         self.membership.handle_changes()
         # Before it is known whether there is another step: a task that callbacks register takes it.
@@ -219,9 +217,7 @@ class TrainingLoop:
             require_consistent(run.processes, {"tasks": facts})
         takes_step = bool(run.table.running) and not wants_stop
         # After the endings of other processes, as tasks that come or go make a move pay.
-        if takes_step and self.moves.move_if_asked():
-            plans.replan()
-        elif takes_step:
+        if takes_step and not self._move_if_asked():
             plans.replan_if_faster()
         return takes_step
 
@@ -236,7 +232,7 @@ class TrainingLoop:
 
     def call_task_events(self) -> None:
         """Call the callbacks of tasks whose status has changed, and carry out their requests."""
-        while self._run.callbacks.call_task_events(self._plans.current):
+        while self._run.callbacks.call_task_events():
             self.membership.apply_commands()
 
     def call_step_begin(self) -> list[str]:

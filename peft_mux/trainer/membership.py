@@ -29,8 +29,7 @@ from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessE
 from peft_mux.storage import check_task_names
 from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import Run
-from peft_mux.trainer.run_plans import RunPlans
+from peft_mux.trainer.run import Run, RunPlans
 from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, log_warning
 
 _logger = logging.getLogger(__name__)
@@ -468,8 +467,6 @@ class Membership:
 
     def _drop(self, name: str) -> None:
         del self._run.table.runs[name]
-        # Rows that were read ahead would be held for the rest of the run.
-        self._plans.forget(name)
         self._run.log.drop_callbacks(name)
         self._placement.remove(name)
 

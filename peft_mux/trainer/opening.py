@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from peft_mux.modeling.backbone.digests import fingerprint
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import Run
-from peft_mux.trainer.run_plans import RunPlans
+from peft_mux.trainer.run import Run, RunPlans
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
 _OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
@@ -171,7 +170,7 @@ class Opening:
         self._choose_replicas()
         whole: dict[str, str] = {}  # a digest of each frozen weight
         faults = []
-        for rank, digests in enumerate(run.processes.gather(dict(self._placement.load(self._plans.plan_stages)))):
+        for rank, digests in enumerate(run.processes.gather(self._placement.load())):
             odd = next((name for name in digests if whole.get(name, digests[name]) != digests[name]), None)
             if odd is not None:
                 where = f"rank {rank}: model.frozen weights (digest) of {odd}"
@@ -191,8 +190,9 @@ class Opening:
         if saver.is_writer:
             root.mkdir(parents=True, exist_ok=True)
         run.log.open(MetricsLog(root if saver.is_writer else None))
+        numerics = None
         if resume:
-            self._restore(root if resume is True else Path(resume), backbone)
+            numerics = self._restore(root if resume is True else Path(resume), backbone)
         elif not self._has_trained and saver.folder is not None:
             # Records of a run that was killed before its first save are not part of this one.
             run.log.metrics.truncate_after(-1)
@@ -202,7 +202,7 @@ class Opening:
                 active.optimizer.zero_gradients()
         self._has_trained = True
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
-        plan = self._plans.replan()
+        plan = self._plans.replan(numerics)
         if saver.is_writer:
             describe_tasks(root, args, run.table)
             write_file(root / "plan.json", plan.to_json().encode())
@@ -211,8 +211,8 @@ class Opening:
         # signals are handled, one of them may have asked for a stop.
         run.control.should_training_stop = False
 
-    def _restore(self, root: Path, backbone: str) -> None:
-        """Start all tasks and put them back to where a run's newest state left them.
+    def _restore(self, root: Path, backbone: str) -> Mapping[str, Any]:
+        """Put all tasks back to where a run's newest state left them; return what decided its last bits, by name.
 
         Raises:
             CheckpointError: if there is no such state, or it lacks a task that has taken steps in this trainer: its
@@ -243,11 +243,11 @@ class Opening:
                 f"{folder.root}, whose newest state does not have {', '.join(lost)}. Make a new trainer to resume "
                 "with, or remove the task and register it again."
             )
-        self._plans.restore_times(record.numerics)
         run.is_updating = False
         # Steps after the state are taken again, and must not be in the file twice.
         run.log.metrics.truncate_after(run.state.global_step)
         saver.take_over(folder, record.numerics, run.log.warn)
+        return record.numerics
 
     def begin(self) -> None:
         """Switch the run to training, and call `on_train_begin`."""

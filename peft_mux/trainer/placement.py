@@ -46,7 +46,9 @@ class Placement:
         outline: the whole model, possibly without weights, from which plans are made; `None` while it is released.
         model: the model that trains, or its description before it is loaded; `None` while it is released.
         lock: held while adapters come and go, and by threads that look at them.
+        target: the part that this process holds from the next step on; `None` if it keeps the present one.
         on_change: called after `model` or `outline` became another object.
+        plan_stages: makes the plan that says how many layers each stage of a pipeline has.
 
     Raises:
         ConfigError: naming every task and field that the layout of the processes does not allow.
@@ -60,7 +62,9 @@ class Placement:
         self.tasks = [task.resolved for task in run.table]
         self.model: Any = described
         self.outline: Any = described
+        self.target: ModelPart | None = None
         self.on_change: Callable[[], None] = lambda: None
+        self.plan_stages: Callable[[], Plan | None] = lambda: None
         self.part = self.part_for_layout(run.layout)
         # Read now, as a stage later holds only some of the modules.
         self._unshared_reason = reason_of_backbone(described.backbone)
@@ -79,12 +83,8 @@ class Placement:
         assert self.part.executor is not None, "the model is loaded before it is trained or evaluated"
         return self.part.executor
 
-    def load(self, plan_stages: Callable[[], Plan]) -> dict[str, str]:
+    def load(self) -> dict[str, str]:
         """Load the weights and place the model, if it is still a description; return digests of the frozen weights.
-
-        Args:
-            plan_stages: makes the plan that says how many layers each stage of a pipeline has; called if there are
-                several stages.
 
         Raises:
             ConfigError: if the weights cannot be loaded.
@@ -94,7 +94,7 @@ class Placement:
             if not self.is_loaded:
                 processes = self._run.processes
                 processes.connect()
-                plan = None if self.part.num_stages == 1 else plan_stages()
+                plan = None if self.part.num_stages == 1 else self.plan_stages()
                 self.model = self.part.load(self.model, self.tasks, plan, processes, self._run.table)
                 if self.part.is_whole:
                     self.outline = self.model  # a part has no shapes of whole parameters, which plans need
@@ -191,19 +191,3 @@ class Placement:
         self.model = self.source.describe(self.tasks)
         self.outline = self.part.outline(self.model, self.tasks)
         self.on_change()
-
-
-class Moves:
-    """The replicas of a run that stays where it begins; `Relocation` chooses them, and moves the run to others."""
-
-    @property
-    def target(self) -> str:
-        """Replicas to which the run moves before its next step; "" for none."""
-        return ""
-
-    def choose_replicas(self) -> None:
-        """Choose the replicas before the model is loaded, if the arguments leave it open."""
-
-    def move_if_asked(self) -> bool:
-        """Move if that was asked for, or pays off now that tasks have come or gone; return whether the run moved."""
-        return False

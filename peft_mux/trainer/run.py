@@ -1,9 +1,11 @@
-"""`Run`: the state of the present run that the parts of a trainer share."""
+"""`Run`: the state of the present run that the parts of a trainer share; `RunPlans`: what its steps ask of plans."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from transformers import TrainerControl, TrainerState
 
@@ -11,9 +13,11 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import TaskTable
+from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.log.callbacks import RunCallbacks
 from peft_mux.log.run_log import RunLog
 from peft_mux.scheduler.parallel_layout import ParallelLayout
+from peft_mux.scheduler.plan import Plan
 
 
 @dataclass
@@ -78,3 +82,54 @@ def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> 
     """Set whether this process is the one that writes, in the state that callbacks get."""
     state.is_world_process_zero = args.process_index == 0
     state.is_local_process_zero = args.local_process_index == 0
+
+
+class StepTime(NamedTuple):
+    """What a step took on this process; zeros for no step.
+
+    Attributes:
+        plan: the plan that the step followed; `None` if there was none.
+        num_tokens: tokens of the global batches of all tasks, on all processes.
+        seconds: seconds that the passes and updates took.
+        passes_s: seconds of these from the first pass to the end of the last one.
+    """
+
+    plan: Plan | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+    passes_s: float = 0.0
+
+
+class RunPlans(Protocol):
+    """Decides by plans which tasks share their passes, and turns a plan into the work of each step.
+
+    `MultiTaskTrainer` takes `PlanFollower`, which plans with `peft_mux.planning` and learns from times.
+    """
+
+    def replan(self, resumed: Mapping[str, Any] | None = None) -> Plan:
+        """Make another plan, follow it, and start the tasks that it admits.
+
+        Args:
+            resumed: what decided the last bits of the run that is resumed, by name, to plan as it did.
+        """
+        ...
+
+    def replan_if_faster(self) -> bool:
+        """Follow another plan if it is faster by measured times; every process calls this at once."""
+        ...
+
+    def next_works(self, num_steps: int = 1) -> list[StepWork]:
+        """Return the next steps of all running tasks; fewer if rows cannot be read."""
+        ...
+
+    def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
+        """Return the same step in passes of at most `max_tokens`, and plan for such passes from now on."""
+        ...
+
+    def record_step(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> StepTime:
+        """Return what the last step took here, or each of several steps, if processes are still to compare it."""
+        ...
+
+    def compare_step(self, step: StepTime, slowest_s: float, process_s: Sequence[float]) -> None:
+        """Compare a step with its plan, and the processes by the seconds of their passes."""
+        ...

@@ -7,8 +7,8 @@ The trainer makes the parts of a run; each of its methods asks one of them::
     PlanFollower           owns the plan: which tasks share their passes, and the work of each step plan_follower.py
       .measured            what steps took, compared with their plan, and slow replicas             measurements.py
     Relocation             chooses replicas, and moves the run to others                            relocation.py
+    Opening                begins and resumes a training                                            opening.py
     TrainingLoop           takes the steps of `train`, and does what is due between them            loop.py
-      .opening             begins and resumes a training                                            opening.py
       .membership          tasks that come, pause, end and leave                                    membership.py
       .evaluator           held-out rows, early stopping                                            evaluation.py
     Control                requests from other programs through the run folder                      control.py
@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,8 @@ from peft_mux.trainer.inputs import (
 )
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.membership import Membership
-from peft_mux.trainer.placement import Moves, Placement
+from peft_mux.trainer.opening import Opening
+from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder
 from peft_mux.user_code import watching_model
 
@@ -217,11 +217,13 @@ class MultiTaskTrainer(Trainer):
         planner = Planner(placement.outline, source, run_args, collator, run.layout.num_replicas)
         plans = PlanFollower(run, placement, planner)
         self._run, self._placement, self._plans = run, placement, plans
-        moves = self._relocation if run_args.redeploy or not run.processes.is_alone else Moves()
+        self._relocation = relocation = Relocation(run, placement, plans)
+        self._opening = Opening(run, placement, plans, relocation.choose_replicas)
         self._complete = HeldOutCompletions(run, placement, plans.max_tokens)
         self._evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator, self._complete)
         self._membership = Membership(run, placement, plans, make_tasks)
-        self._loop = TrainingLoop(run, placement, plans, moves, self._membership, self._evaluator)
+        parts = self._membership, self._evaluator, relocation.move_if_asked
+        self._loop = TrainingLoop(run, placement, plans, *parts)
         self.control_channel, self._reporter = Control(run, self._membership), Reporter(run, placement, plans)
         # Cards first, which uploads take along.
         run.log.observers += [self._reporter]
@@ -235,10 +237,6 @@ class MultiTaskTrainer(Trainer):
         run.log.make_progress = lambda: make_progress(**shows, is_main_process=run.log.is_shown)
         placement.on_change = self._use_model
         self._use_model()
-
-    @cached_property
-    def _relocation(self) -> Relocation:
-        return Relocation(self._run, self._placement, self._plans)
 
     def _use_model(self) -> None:
         """Pass the present model to every part that has the previous one."""
@@ -474,7 +472,7 @@ class MultiTaskTrainer(Trainer):
             watching_model(lambda task, what: self._placement.model.shared.watch(task, what)),
             # From the start: requests of other threads wait for the first step while the model loads.
             membership.queue.training(membership.finish_commands),
-            loop.opening.opened(resume),
+            self._opening.opened(resume),
         ):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
@@ -483,7 +481,7 @@ class MultiTaskTrainer(Trainer):
             private_before = private_bytes()
             with stop_at_signal(stop, echo_s=2.0 if repeats_signals else 0.0) as restore_signals:
                 try:
-                    loop.opening.begin()
+                    self._opening.begin()
                     with self.control_channel.listening(is_alone=is_alone):
                         run.callbacks.begin_training(run.table)
                         loop.call_task_events()
@@ -506,7 +504,7 @@ class MultiTaskTrainer(Trainer):
                     loop.save()
                 for observer in run.log.observers:
                     observer.on_end()
-                run.callbacks.call_task_events(self._plans.current)
+                run.callbacks.call_task_events()
                 num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
                 self._output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps, added_bytes)
                 for observer in run.log.observers:
@@ -536,7 +534,7 @@ class MultiTaskTrainer(Trainer):
         )
 
         def evaluate() -> dict[str, float]:
-            self._placement.load(self._plans.plan_stages)
+            self._placement.load()
             held_out = [run for run in self.table if run.eval_data]
             runs = held_out if task is None else [self._membership.run_of(task)]
             judges = self._complete(runs, logs=False) if rows is None else {}
@@ -574,7 +572,7 @@ class MultiTaskTrainer(Trainer):
             )
 
         def predict() -> PredictionOutput:
-            self._placement.load(self._plans.plan_stages)
+            self._placement.load()
             return self._evaluator.predict(run, data, metric_key_prefix)
 
         return self._membership.queue.ask(f"predict {task}", predict)
@@ -590,7 +588,7 @@ class MultiTaskTrainer(Trainer):
         """Write every task's adapter with its card, each at the root of its sub-folder, loadable by plain PEFT."""
 
         def save() -> None:
-            self._placement.load(self._plans.plan_stages)
+            self._placement.load()
             folder, saver = Path(output_dir or self._run.root), self._run.saver
             for run in self.table:
                 # On every process: if each holds a part of the adapter, the writer needs all of them.
@@ -612,7 +610,7 @@ class MultiTaskTrainer(Trainer):
         """
 
         def load() -> None:
-            self._placement.load(self._plans.plan_stages)
+            self._placement.load()
             for run in self.table:
                 self.model.begin_from(run.name, Path(folder) / run.name)
 
@@ -696,12 +694,7 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
-
-        def redeploy() -> None:
-            self._loop.moves = self._relocation
-            self._relocation.redeploy(replicas)
-
-        self._membership.queue.ask(f"redeploy {replicas}", redeploy)
+        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
 
 
 def _part_of(source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int) -> ModelPart:

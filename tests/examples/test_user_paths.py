@@ -58,7 +58,7 @@ def test_the_seed_of_a_task_fixes_its_new_classification_head(decoder: str, tmp_
     heads = []
     for seed in (1, 2, 1):
         trainer = classifiers(decoder, tmp_path, seed, a=2)
-        trainer._placement.load(trainer._plans.plan_stages)
+        trainer._placement.load()
         _, wrapper = head_module(trainer.model.backbone)
         heads.append(wrapper.modules_to_save[trainer.model.adapter_of("a")].weight.detach().clone())
     assert torch.equal(heads[0], heads[2])

@@ -201,7 +201,7 @@ def check_torn_checkpoint_is_never_taken(folder: Path) -> None:
     newest.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
 
     trainer = lab.make_trainer(tasks, folder, recorder=None, **saving)
-    trainer._loop.opening.open(True)
+    trainer._opening.open(True)
     assert trainer.table["a"].step == 2, "the torn checkpoint was taken"
     assert lab.digest(lab.weights(trainer, "a")) == lab.digest(halves)
 

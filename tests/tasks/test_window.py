@@ -73,11 +73,8 @@ def test_a_task_whose_schedule_gives_out_in_a_window_keeps_the_step_that_it_has_
 ) -> None:
     run, executor = make_run(tmp_path), OneBucket()
     start_all(run)
-    plans = SimpleNamespace(
-        next_works=lambda count: [None] * count, max_tokens=None, record_step=lambda *_, num_steps: None
-    )
-    relocation = SimpleNamespace(choose_replicas=None)
-    parts: tuple[Any, ...] = (SimpleNamespace(executor=executor), plans, relocation, None, None)
+    plans = SimpleNamespace(next_works=lambda count: [None] * count, record_step=lambda *_, num_steps: None)
+    parts: tuple[Any, ...] = (SimpleNamespace(executor=executor), plans, None, None, None)
     loop = TrainingLoop(run, *parts)
     gives_out = {"a": UpdateOutcome(1.0, 2.0, 0.1, rate_failure="learning_rate: the learning rate is nan")}
     monkeypatch.setattr(run.table, "update", lambda losses, norms: gives_out if losses else {})

@@ -73,7 +73,7 @@ class Steps:
     def __init__(self, model: ModelSpec, workload: Workload, folder: str, share_prefixes: bool | str) -> None:
         """Build the model and get ready for the first step."""
         self.trainer = trainer_for(model.build, workload, folder, False, share_prefixes=share_prefixes)
-        self.trainer._loop.opening.open(None)
+        self.trainer._opening.open(None)
 
     def take(self) -> dict[str, float]:
         """Take a step; return the losses before its update."""
