@@ -198,43 +198,43 @@ class ChangedSettingsError(CheckpointError):
     """A task is resumed with other settings than its checkpoint has; an older checkpoint would have the same."""
 
 
-def task_state(run: ActiveTask) -> dict[str, Any]:
+def task_state(task: ActiveTask) -> dict[str, Any]:
     """Return where a task stands as JSON, without its optimizer."""
     return {
-        "settings": task_settings(run),
-        "step": run.step,
-        "status": run.status.value,
-        "reason": run.reason,
-        "num_tokens": run.num_tokens,
-        "last_loss": str(run.last_loss),
-        "loss_mean": [run.loss_mean.total, run.loss_mean.count],
-        "best": run.best.state(),
-        "callbacks": _callback_states(run),
+        "settings": task_settings(task),
+        "step": task.step,
+        "status": task.status.value,
+        "reason": task.reason,
+        "num_tokens": task.num_tokens,
+        "last_loss": str(task.last_loss),
+        "loss_mean": [task.loss_mean.total, task.loss_mean.count],
+        "best": task.best.state(),
+        "callbacks": _callback_states(task),
         "trainer_state": {
-            "global_step": run.state.global_step,
-            "epoch": run.state.epoch,
-            "log_history": run.state.log_history,
+            "global_step": task.state.global_step,
+            "epoch": task.state.epoch,
+            "log_history": task.state.log_history,
         },
     }
 
 
-def _callback_states(run: ActiveTask) -> list[tuple[str, dict[str, Any]]]:
+def _callback_states(task: ActiveTask) -> list[tuple[str, dict[str, Any]]]:
     """Return class and attributes of each stateful callback of a task; no attributes if they cannot be saved."""
     states: list[tuple[str, dict[str, Any]]] = []
-    for callback in run.task.callbacks:
+    for callback in task.task.callbacks:
         attributes: dict[str, Any] = {}
         if isinstance(callback, ExportableState):
-            with suppress(UserCodeError), guard_user_code(run.name, "callback"):
+            with suppress(UserCodeError), guard_user_code(task.name, "callback"):
                 attributes = json.loads(json.dumps(callback.state()["attributes"]))
         states.append((type(callback).__name__, attributes))
     return states
 
 
-def restore_callbacks(run: ActiveTask, states: list[tuple[str, dict[str, Any]]]) -> None:
+def restore_callbacks(task: ActiveTask, states: list[tuple[str, dict[str, Any]]]) -> None:
     """Set the saved attributes of a task's callbacks, unless others have taken their places."""
-    for callback, (kind, attributes) in zip(run.task.callbacks, states, strict=False):
+    for callback, (kind, attributes) in zip(task.task.callbacks, states, strict=False):
         if isinstance(callback, ExportableState) and type(callback).__name__ == kind:
-            with suppress(UserCodeError), guard_user_code(run.name, "callback"):
+            with suppress(UserCodeError), guard_user_code(task.name, "callback"):
                 vars(callback).update(attributes)
 
 
@@ -280,54 +280,54 @@ def read_task_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the state of a task ({type(error).__name__}: {error}).") from error
 
 
-def task_settings(run: ActiveTask) -> dict[str, Any]:
+def task_settings(task: ActiveTask) -> dict[str, Any]:
     """Return what must not change between a checkpoint and its resumption, as plain JSON."""
-    config = run.task.peft_config.to_dict()
+    config = task.task.peft_config.to_dict()
     # The smoothed share of the loss is one of the hyper-parameters. Two functions cannot be compared.
     loss_args = {
         key: value
-        for key, value in vars(run.resolved.loss_args).items()
+        for key, value in vars(task.resolved.loss_args).items()
         if key != "label_smoothing_factor" and not callable(value)
     }
     settings = {
-        **asdict(run.hyper),
-        "router_aux_loss_coef": run.router_coefficient,
-        "num_steps": run.num_steps,
-        "shuffle": run.task.shuffle,
+        **asdict(task.hyper),
+        "router_aux_loss_coef": task.router_coefficient,
+        "num_steps": task.num_steps,
+        "shuffle": task.task.shuffle,
         "peft_config": {
             key: sorted(value) if isinstance(value, (set, frozenset)) else value
             for key, value in config.items()
             if key not in _NOT_OF_THE_ADAPTER
         },
-        "rows": getattr(getattr(run.loader, "dataset", None), "fingerprint", None),
-        "loss": {"objective": run.resolved.objective.name, **loss_args},
+        "rows": getattr(getattr(task.loader, "dataset", None), "fingerprint", None),
+        "loss": {"objective": task.resolved.objective.name, **loss_args},
         # By its content: the reference of a resumed run is read from it again.
-        "init_adapter": None if run.task.init_adapter is None else weights_digest(Path(run.task.init_adapter)),
-        "reference": "adapter" if run.resolved.has_adapter_reference else None,
+        "init_adapter": None if task.task.init_adapter is None else weights_digest(Path(task.task.init_adapter)),
+        "reference": "adapter" if task.resolved.has_adapter_reference else None,
     }
-    if run.task.generate_options is not None:
-        settings["eval_generate"] = run.task.generate_options.described
+    if task.task.generate_options is not None:
+        settings["eval_generate"] = task.task.generate_options.described
     # Through JSON, like the saved settings: tuples become lists, and keys strings, before they are compared.
     return json.loads(json.dumps(settings, default=str))
 
 
-def check_settings(run: ActiveTask, saved: dict[str, Any]) -> str:
+def check_settings(task: ActiveTask, saved: dict[str, Any]) -> str:
     """Return which settings have changed, with old and new values, for a message; "" for none.
 
     Raises:
         ChangedSettingsError: naming each setting that has changed and must not.
     """
-    now = task_settings(run)
+    now = task_settings(task)
     changed = {
         key: f"{key} {saved.get(key)!r} -> {now[key]!r}"
         for key in now
         if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]
     }
-    refused = [text for key, text in changed.items() if key not in _FROM_HERE_ON or key in run.swept]
+    refused = [text for key, text in changed.items() if key not in _FROM_HERE_ON or key in task.swept]
     if refused:
         raise ChangedSettingsError(
-            f'task "{run.name}" must have the settings of its checkpoint, got other ones ({", ".join(refused)}). '
-            f"Only {', '.join(sorted(_FROM_HERE_ON - run.swept - {'num_steps'}))} may change on resume. Undo the "
+            f'task "{task.name}" must have the settings of its checkpoint, got other ones ({", ".join(refused)}). '
+            f"Only {', '.join(sorted(_FROM_HERE_ON - task.swept - {'num_steps'}))} may change on resume. Undo the "
             "change, or train under another name or output_dir."
         )
     return ", ".join(changed.values())

@@ -145,40 +145,52 @@ class RunFolder:
             name: the name of the task.
             weights: the weights of the whole adapter, if the model holds only a part of it.
         """
+        self._replace_adapter(name, lambda scratch: self.model.save_task(name, scratch, weights))
+
+    def _replace_adapter(self, name: str, fill: Callable[[Path], None]) -> None:
+        """Replace a task's adapter by the one with which `fill` fills a scratch folder."""
         folder = self.task_folder(name)
         try:
             # In a scratch folder, because PEFT writes in place. The task's folder cannot be swapped: it also holds
             # checkpoints.
             with storage.scratch_folder(folder) as scratch:
-                self.model.save_task(name, scratch, weights)
+                fill(scratch)
                 storage.write_checksums(scratch, adapter_names(scratch))
-                _replace_adapter(folder, scratch)
+                # Checksums are removed first and written last: a crash between two files must not leave those of other
+                # files.
+                (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
+                for file in (*adapter_names(scratch), storage.CHECKSUMS_NAME):
+                    present, new = folder / file, scratch / file
+                    # The configuration is the same at every save.
+                    is_same = file == CONFIG_NAME and present.is_file() and not present.is_symlink()
+                    if not is_same or present.read_bytes() != new.read_bytes():
+                        storage.replace_file(new, present)
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
 
-    def save_best(self, run: ActiveTask, weights: Weights | None = None) -> None:
+    def save_best(self, task: ActiveTask, weights: Weights | None = None) -> None:
         """Write a task's adapter as its best so far."""
         storage.write_folder(
-            self.task_folder(run.name) / "best",
-            lambda scratch: self.model.save_task(run.name, scratch, weights),
-            facts={"format_version": FORMAT_VERSION, **self._identity(run.name, run.step)},
+            self.task_folder(task.name) / "best",
+            lambda scratch: self.model.save_task(task.name, scratch, weights),
+            facts={"format_version": FORMAT_VERSION, **self._identity(task.name, task.step)},
         )
 
-    def save_task(self, run: ActiveTask, snapshot: TaskState | None, weights: Weights | None = None) -> Path:
+    def save_task(self, task: ActiveTask, snapshot: TaskState | None, weights: Weights | None = None) -> Path:
         """Write a checkpoint from which the task resumes exactly; return its folder.
 
         Args:
-            run: the task.
+            task: the task.
             snapshot: the state of the whole task.
             weights: the weights of the whole adapter, if the model holds only a part of it.
         """
-        folder = self.task_folder(run.name) / f"checkpoint-{run.step}"
+        folder = self.task_folder(task.name) / f"checkpoint-{task.step}"
         self.run_id = self.run_id or uuid.uuid4().hex
 
         def fill(scratch: Path) -> None:
-            self.model.save_task(run.name, scratch, weights)
-            state = task_state(run)
-            if run.optimizer is not None:
+            self.model.save_task(task.name, scratch, weights)
+            state = task_state(task)
+            if task.optimizer is not None:
                 assert snapshot is not None, "the process that writes has the whole state"
                 tensors, tree = storage.pack_state({name: getattr(snapshot, name) for name in _OF_OPTIMIZER})
                 storage.save_tensors(scratch / "optimizer.safetensors", tensors)
@@ -187,82 +199,82 @@ class RunFolder:
                     storage.save_tensors(scratch / f"{copy}.safetensors", snapshot.copies[copy])
             (scratch / STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
-        facts = {"format_version": FORMAT_VERSION, "run": self.run_id, **self._identity(run.name, run.step)}
+        facts = {"format_version": FORMAT_VERSION, "run": self.run_id, **self._identity(task.name, task.step)}
         storage.write_folder(folder, fill, facts=facts)
         return folder
 
-    def restore(self, run: ActiveTask, step: int, warn: Callable[[str], None]) -> None:
+    def restore(self, task: ActiveTask, step: int, warn: Callable[[str], None]) -> None:
         """Restore a task from its checkpoint of `step`, or from the newest valid one before it.
 
         Args:
-            run: the task, registered, with its optimizer built.
+            task: the task, registered, with its optimizer built.
             step: the step that the run record names.
             warn: called with a line for everything that differs from the record.
 
         Raises:
             CheckpointError: if no checkpoint of the task is valid, or its settings have changed.
         """
-        folder = storage.safe_child(self.root, run.name)
+        folder = storage.safe_child(self.root, task.name)
         if not folder.exists():
             # What the refusal below tells users to do if no checkpoint is valid.
-            warn(f'task "{run.name}": {folder} is gone; the task is trained from the start.')
+            warn(f'task "{task.name}": {folder} is gone; the task is trained from the start.')
             return
         steps = [number for number in storage.numbered_folders(folder) if number <= step]
         if step not in steps:
             gone = folder / f"checkpoint-{step}"
-            warn(f'task "{run.name}": {gone} or its manifest is gone. Trying the checkpoint before it.')
+            warn(f'task "{task.name}": {gone} or its manifest is gone. Trying the checkpoint before it.')
         for candidate in reversed(steps):
             path = folder / f"checkpoint-{candidate}"
             try:
                 # Checked by name, so that a folder copied from another task is not taken for this one's.
-                facts = storage.verify_folder(path, expect={"generation": None, **self._identity(run.name, candidate)})
+                facts = storage.verify_folder(path, expect={"generation": None, **self._identity(task.name, candidate)})
                 if self.run_id and facts.get("run") != self.run_id:
                     raise ForeignCheckpointError(
-                        f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
+                        f'task "{task.name}": {path} must be of run {self.run_id}, as the records in '
                         f"{self.root / STATE_FOLDER} are, got one of run {facts.get('run')}. Put back that of this "
                         "run, or remove it to resume from the one before. To continue the other run, resume from its "
                         "own folder: train(resume_from_checkpoint=FOLDER)."
                     )
-                self._load(run, path, warn)
+                self._load(task, path, warn)
             except (ChangedSettingsError, ForeignCheckpointError):
                 raise
             except CheckpointError as error:
-                warn(f'task "{run.name}": {error} Trying the checkpoint before it.')
+                warn(f'task "{task.name}": {error} Trying the checkpoint before it.')
                 continue
-            self._restored_from[run.name] = path
+            self._restored_from[task.name] = path
             return
         raise CheckpointError(
-            f'task "{run.name}" has no valid checkpoint up to step {step} in {folder}. Restore the checkpoint '
+            f'task "{task.name}" has no valid checkpoint up to step {step} in {folder}. Restore the checkpoint '
             "folder, or remove the task's folder to train the task again from the start."
         )
 
-    def _load(self, run: ActiveTask, folder: Path, say: Callable[[str], None]) -> None:
+    def _load(self, task: ActiveTask, folder: Path, say: Callable[[str], None]) -> None:
         """Restore a task from a folder whose files are intact."""
         saved = read_task_state(folder / STATE_NAME)
         step, status, optimizer = saved["step"], saved["status"], saved["optimizer"]
         if folder.name != f"checkpoint-{step}":
             raise CheckpointError(f"{folder} must have the state of the step in its name, got step {step}.")
-        changed = check_settings(run, saved["settings"])  # before anything of the task is changed
+        changed = check_settings(task, saved["settings"])  # before anything of the task is changed
         # A task that had taken all its steps may now be given more of them.
-        has_more_steps = status is TaskStatus.SUCCEEDED and run.num_steps > step
+        has_more_steps = status is TaskStatus.SUCCEEDED and task.num_steps > step
         try:
-            snapshot = TaskState(self.model.saved_weights(run.name, folder), {}, {}, {})
+            snapshot = TaskState(self.model.saved_weights(task.name, folder), {}, {}, {})
             if optimizer is not None:
                 fields = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), optimizer)
                 copies = {copy: storage.load_tensors(folder / f"{copy}.safetensors") for copy in (LAST_GOOD, BEST)}
                 snapshot = TaskState(snapshot.weights, **fields, copies=copies)
-            run.step, run.num_tokens, run.last_loss = step, saved["num_tokens"], saved["last_loss"]
-            run.loss_mean.total, run.loss_mean.count = saved["loss_mean"]
-            run.best.load(saved["best"])
-            restore_callbacks(run, saved["callbacks"])
-            run.state = TrainerState(**{**asdict(run.state), **saved["trainer_state"]})
-            run.state.best_metric, run.state.best_global_step = run.best.value, run.best.step
-            if (optimizer is None and not has_more_steps) or run.optimizer is None:
-                run.end(status, saved["reason"])
+            task.step, task.num_tokens, task.last_loss = step, saved["num_tokens"], saved["last_loss"]
+            task.loss_mean.total, task.loss_mean.count = saved["loss_mean"]
+            task.best.load(saved["best"])
+            restore_callbacks(task, saved["callbacks"])
+            task.state = TrainerState(**{**asdict(task.state), **saved["trainer_state"]})
+            task.state.best_metric, task.state.best_global_step = task.best.value, task.best.step
+            if (optimizer is None and not has_more_steps) or task.optimizer is None:
+                task.end(status, saved["reason"])
             # Also for an ended task, whose adapter users keep using.
-            put_snapshot(run, self.model, snapshot, from_step=step if changed else None)
-            if run.optimizer is not None:
-                run.status, run.reason = (TaskStatus.RUNNING, "") if has_more_steps else (status, saved["reason"])
+            put_snapshot(task, self.model, snapshot, from_step=step if changed else None)
+            if task.optimizer is not None:
+                task.status, task.reason = (TaskStatus.RUNNING, "") if has_more_steps else (status, saved["reason"])
         except torch.OutOfMemoryError:
             raise
         except CheckpointError as error:
@@ -273,14 +285,14 @@ class RunFolder:
                 f"{folder} has a state that does not fit the task ({type(error).__name__}: {error})."
             ) from error
         if changed and status.is_final and not has_more_steps:
-            say(f'task "{run.name}": has ended, so other settings have no effect: {changed}')
+            say(f'task "{task.name}": has ended, so other settings have no effect: {changed}')
         elif changed:
             restart = (
                 "; its optimizer starts again, because it is not kept for a task that has ended"
                 if has_more_steps
                 else ""
             )
-            say(f'task "{run.name}": resumes from step {step} with other settings: {changed}{restart}')
+            say(f'task "{task.name}": resumes from step {step} with other settings: {changed}{restart}')
 
     def newest_checkpoint(self, name: str) -> Path | None:
         """Return the newest intact checkpoint of a task; `None` if there is none, or its folder cannot be read."""
@@ -319,14 +331,12 @@ class RunFolder:
         if not fault:
             return
         say(f'task "{name}": {fault} It is taken from {checkpoint}.')
-        try:
-            with storage.scratch_folder(folder) as scratch:
-                for file in adapter_names(checkpoint):
-                    (scratch / file).write_bytes((checkpoint / file).read_bytes())
-                storage.write_checksums(scratch, adapter_names(scratch))
-                _replace_adapter(folder, scratch)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: the adapter could not be written ({error}).") from error
+
+        def copy(scratch: Path) -> None:
+            for file in adapter_names(checkpoint):
+                (scratch / file).write_bytes((checkpoint / file).read_bytes())
+
+        self._replace_adapter(name, copy)
 
     def _identity(self, name: str, step: int) -> dict[str, Any]:
         """Return what distinguishes a checkpoint from those of other tasks, including an earlier one of this name."""
@@ -361,9 +371,9 @@ class RunFolder:
             OSError: if old files cannot be deleted.
         """
         tasks = {
-            run.name: RecordedTask(run.status, run.reason, run.step, self.generations.get(run.name, 0))
-            for run in runs
-            if run.status is not TaskStatus.REMOVED
+            task.name: RecordedTask(task.status, task.reason, task.step, self.generations.get(task.name, 0))
+            for task in runs
+            if task.status is not TaskStatus.REMOVED
         }
         self.run_id = self.run_id or uuid.uuid4().hex
         fields = FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics, self.run_id, launch_id()
@@ -417,18 +427,6 @@ class RunFolder:
                 f"output_dir {self.root} has changed: another trainer has written to it since this one trained. Make "
                 "a new trainer and call train(resume_from_checkpoint=True) to continue from there."
             )
-
-
-def _replace_adapter(folder: Path, scratch: Path) -> None:
-    """Move the files of an adapter and their checksums from a scratch folder into the folder of a task."""
-    # Checksums are removed first and written last: a crash between two files must not leave those of other files.
-    (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
-    for file in (*adapter_names(scratch), storage.CHECKSUMS_NAME):
-        present, new = folder / file, scratch / file
-        # The configuration is the same at every save.
-        is_same = file == CONFIG_NAME and present.is_file() and not present.is_symlink()
-        if not is_same or present.read_bytes() != new.read_bytes():
-            storage.replace_file(new, present)
 
 
 def open_other_folder(root: Path, model: MultiTaskPeftModel, *, is_writer: bool, fingerprint: str) -> RunFolder:
@@ -551,9 +549,9 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             folder.restore(table[name], entry.step, say)
         else:
             say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out, its files stay')
-    for run in table:
-        if run.name not in record.tasks and run.name not in record.removed:
-            say(f'task "{run.name}" is not part of the resumed run; it begins with its first step')
+    for task in table:
+        if task.name not in record.tasks and task.name not in record.removed:
+            say(f'task "{task.name}" is not part of the resumed run; it begins with its first step')
     for name, entry in record.removed.items():
         if name in table:
             table[name].step = entry.step

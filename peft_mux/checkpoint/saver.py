@@ -108,9 +108,9 @@ def commit_of_script() -> dict[str, Any] | None:
     return {"commit": commits[0], "is_dirty": any(not line.startswith("# ") for line in lines)}
 
 
-def task_config(run: ActiveTask) -> dict[str, Any]:
+def task_config(task: ActiveTask) -> dict[str, Any]:
     """Return every setting of a task in effect."""
-    return {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
+    return {**asdict(task.hyper), "num_steps": task.num_steps, "peft_config": task.task.peft_config.to_dict()}
 
 
 def describe_tasks(root: Path, args: MultiTaskTrainingArguments, table: TaskTable, *, keeps: bool = False) -> None:
@@ -119,7 +119,7 @@ def describe_tasks(root: Path, args: MultiTaskTrainingArguments, table: TaskTabl
     Raises:
         CheckpointError: if it cannot be written.
     """
-    tasks = {run.name: task_config(run) for run in table}
+    tasks = {task.name: task_config(task) for task in table}
     if keeps:
         # A user may have edited or removed the file; nothing is resumed from it.
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -147,8 +147,8 @@ class Saver:
         unsaved: tasks that have ended and whose adapter could not be written, with the status and the reason with which
             they would have ended; `None` if only the process that writes knows these.
         saved_step: step of the run at which all tasks were saved; `None` if they have changed since.
-        gather: `gather(run, only_weights=False)` returns the full state of a task on the process that writes and `None`
-            on the others; `None` if each process holds all of every task.
+        gather: `gather(task, only_weights=False)` returns the full state of a task on the process that writes and
+            `None` on the others; `None` if each process holds all of every task.
         agree: returns whether all processes have saved, if they save together.
         lock: reserves the folder; a program that reads the rows of the run may hold it already.
     """
@@ -203,7 +203,7 @@ class Saver:
     def is_due(self) -> bool:
         """Whether a state of all tasks is due after the run step just taken."""
         if self.args.save_strategy == "epoch":
-            return any(run.is_at_epoch_end for run in self.table.running)
+            return any(task.is_at_epoch_end for task in self.table.running)
         every = run_interval(self.args.save_steps, self.table) if self.args.save_strategy == "steps" else 0
         return bool(every) and self.log.state.global_step % every == 0
 
@@ -215,10 +215,10 @@ class Saver:
     def save_run(self) -> bool:
         """Write a state from which all tasks resume together; return whether it was written."""
         is_saved, folder = True, self.folder
-        for run in self.table:
+        for task in self.table:
             # After a failure the other processes still wait for one that gathers, so only the writing is skipped.
-            if not run.status.is_final and (is_saved or self.gather is not None):
-                is_saved = self._save_task(run, is_wanted=is_saved) and is_saved
+            if not task.status.is_final and (is_saved or self.gather is not None):
+                is_saved = self._save_task(task, is_wanted=is_saved) and is_saved
         if is_saved and folder is not None:
             step, numerics = self.log.state.global_step, {**numerics_of(self.args), **self.decided_by()}
             is_saved = not self.attempt(lambda: folder.save_record(step, list(self.table), numerics))
@@ -231,23 +231,25 @@ class Saver:
 
     def save_due_tasks(self, names: Iterable[str], asking: Container[str] = ()) -> list[ActiveTask]:
         """Write a checkpoint of each task whose own `save_steps` are over, or that asks; return those now saved."""
-        running = [run for run in map(self.table.__getitem__, names) if run.status is TaskStatus.RUNNING]
-        due = [run for run in running if run.name in asking or (run.save_every and run.step % run.save_every == 0)]
-        return [run for run in due if self._save_task(run, with_adapter=False)]
+        running = [task for task in map(self.table.__getitem__, names) if task.status is TaskStatus.RUNNING]
+        due = [
+            task for task in running if task.name in asking or (task.save_every and task.step % task.save_every == 0)
+        ]
+        return [task for task in due if self._save_task(task, with_adapter=False)]
 
-    def _save_task(self, run: ActiveTask, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
+    def _save_task(self, task: ActiveTask, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
         """Write one task, and return whether it was written; all processes that hold parts of it call this."""
         folder = self.folder
         if folder is None:
             return False
         # Also if this process does not write, or writes nothing more: the others send or wait.
-        snapshot, weights = self._collect(run)
+        snapshot, weights = self._collect(task)
 
         def write() -> None:
             if with_adapter:
-                folder.save_adapter(run.name, weights)
-                self._adapter_steps[run.name] = run.step
-            folder.save_task(run, snapshot, weights)
+                folder.save_adapter(task.name, weights)
+                self._adapter_steps[task.name] = task.step
+            folder.save_task(task, snapshot, weights)
 
         return is_wanted and not self.attempt(write)
 
@@ -273,15 +275,15 @@ class Saver:
             return
         if self.folder is not other:
             self.folder.removed, self.folder.generations = dict(other.removed), dict(other.generations)
-        for run in [run for run in self.table if run.status.is_final]:
+        for task in [task for task in self.table if task.status.is_final]:
             if self.folder is not other:  # tasks that have ended there are part of what this folder is resumed from
-                if failure := self.save_ended(run):
+                if failure := self.save_ended(task):
                     raise CheckpointError(failure)
             else:
-                self.folder.mend_adapter(run.name, say)
+                self.folder.mend_adapter(task.name, say)
                 # A removed task may have left without an adapter.
-                if (self.folder.root / run.name / storage.CHECKSUMS_NAME).exists():
-                    self._adapter_steps[run.name] = run.step
+                if (self.folder.root / task.name / storage.CHECKSUMS_NAME).exists():
+                    self._adapter_steps[task.name] = task.step
 
     # ---------------------------------------------------------------- adapters
 
@@ -296,13 +298,13 @@ class Saver:
             self._adapter_steps[name] = self.table[name].step
         return is_saved
 
-    def save_best(self, run: ActiveTask) -> None:
+    def save_best(self, task: ActiveTask) -> None:
         """Write a task's adapter as its best so far."""
-        folder, weights = self.folder, self.full_weights(run)
+        folder, weights = self.folder, self.full_weights(task)
         if folder is not None:
-            self.attempt(lambda: folder.save_best(run, weights))
+            self.attempt(lambda: folder.save_best(task, weights))
 
-    def save_ended(self, run: ActiveTask) -> str:
+    def save_ended(self, task: ActiveTask) -> str:
         """Write the adapter and the last state of a task that has ended, and read the adapter back.
 
         Returns:
@@ -310,55 +312,55 @@ class Saver:
         """
         folder = self.folder
         # The files of a removed task are those that it had when it left.
-        if folder is None or run.status is TaskStatus.REMOVED:
+        if folder is None or task.status is TaskStatus.REMOVED:
             return ""
-        snapshot, weights = self._collect(run)
+        snapshot, weights = self._collect(task)
 
         def write_adapter() -> None:
-            folder.save_adapter(run.name, weights)
-            storage.verify_checksums(folder.task_folder(run.name), ADAPTER_NAMES)
+            folder.save_adapter(task.name, weights)
+            storage.verify_checksums(folder.task_folder(task.name), ADAPTER_NAMES)
 
         failure = self.attempt(write_adapter)
         # Also if that failed: the state holds the adapter too.
-        self.attempt(lambda: folder.save_task(run, snapshot, weights))
+        self.attempt(lambda: folder.save_task(task, snapshot, weights))
         if not self.agree(not failure) and not failure:
             failure = "another process could not write it"
-        self.unsaved.pop(run.name, None)
+        self.unsaved.pop(task.name, None)
         if failure:
-            self.unsaved[run.name] = run.status, run.reason
+            self.unsaved[task.name] = task.status, task.reason
         else:
-            self._adapter_steps[run.name] = run.step
+            self._adapter_steps[task.name] = task.step
         return failure
 
-    def place(self, run: ActiveTask) -> Path | None:
+    def place(self, task: ActiveTask) -> Path | None:
         """Return the folder with the present adapter of a task; `None` if the disk has none or an older one."""
-        if self.folder is None or self._adapter_steps.get(run.name) != run.step or run.name in self.unsaved:
+        if self.folder is None or self._adapter_steps.get(task.name) != task.step or task.name in self.unsaved:
             return None
-        return self.folder.root / run.name
+        return self.folder.root / task.name
 
-    def full_weights(self, run: ActiveTask) -> Weights | None:
+    def full_weights(self, task: ActiveTask) -> Weights | None:
         """Return a task's full weights on the process that writes, if processes hold parts; all of them call this."""
-        state = None if self.gather is None else self.gather(run, only_weights=True)
+        state = None if self.gather is None else self.gather(task, only_weights=True)
         return None if state is None else state.weights
 
-    def _collect(self, run: ActiveTask) -> tuple[TaskState | None, Weights | None]:
+    def _collect(self, task: ActiveTask) -> tuple[TaskState | None, Weights | None]:
         """Return state and weights of a task on the process that writes; all that hold parts of it call this."""
         assert self.folder is not None, "called only if something is saved"
         if self.gather is not None:
-            snapshot = self.gather(run)
+            snapshot = self.gather(task)
             return snapshot, None if snapshot is None else snapshot.weights
         # PEFT selects the weights from the model.
-        return (take_snapshot(run, self.folder.model) if self.is_writer else None), None
+        return (take_snapshot(task, self.folder.model) if self.is_writer else None), None
 
     # ---------------------------------------------------------------- tasks that leave and arrive
 
-    def note_removed(self, run: ActiveTask) -> None:
+    def note_removed(self, task: ActiveTask) -> None:
         """Record that a task was removed, so that it stays removed when the run is resumed."""
-        self.unsaved.pop(run.name, None)
-        self._adapter_steps.pop(run.name, None)
+        self.unsaved.pop(task.name, None)
+        self._adapter_steps.pop(task.name, None)
         if self.folder is not None:
-            generation = self.folder.generations.get(run.name, 0)
-            self.folder.removed[run.name] = RecordedTask(TaskStatus.REMOVED, run.reason, run.step, generation)
+            generation = self.folder.generations.get(task.name, 0)
+            self.folder.removed[task.name] = RecordedTask(TaskStatus.REMOVED, task.reason, task.step, generation)
             self._amend(self.folder)
 
     def note_arrival(self, name: str) -> None:

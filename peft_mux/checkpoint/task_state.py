@@ -61,33 +61,33 @@ class TaskState:
 # ---------------------------------------------------------------- out of a run, and into one
 
 
-def take_snapshot(run: ActiveTask, model: Any, *, only_weights: bool = False) -> TaskState:
+def take_snapshot(task: ActiveTask, model: Any, *, only_weights: bool = False) -> TaskState:
     """Return a copy of this process's part of a task, or only of its weights.
 
     Args:
-        run: the task.
+        task: the task.
         model: has the adapter of the task, or a part of it.
         only_weights: leave out everything but the weights.
     """
-    parameters = model.task_parameters(run.name)
-    state = split_state(parameters, None if only_weights else run.optimizer)
-    if only_weights or run.last_good is None:
+    parameters = model.task_parameters(task.name)
+    state = split_state(parameters, None if only_weights else task.optimizer)
+    if only_weights or task.last_good is None:
         return state
     last_good = {
         name: part.detach().clone().contiguous()
-        for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.weights.values(), strict=True)
+        for page, copy in zip(model.registry.slab_of(task.name).pages, task.last_good.weights.values(), strict=True)
         for name, parameter in parameters.items()
         if (part := page.part(parameter, copy)) is not None
     }
-    return replace(state, copies={LAST_GOOD: last_good, BEST: dict(run.best_weights)})
+    return replace(state, copies={LAST_GOOD: last_good, BEST: dict(task.best_weights)})
 
 
 @torch.no_grad()
-def put_snapshot(run: ActiveTask, model: Any, state: TaskState, *, from_step: int | None = None) -> None:
+def put_snapshot(task: ActiveTask, model: Any, state: TaskState, *, from_step: int | None = None) -> None:
     """Restore a task from the state of the whole task; this process takes the parts that it holds.
 
     Args:
-        run: the task, with its optimizer built, or ended.
+        task: the task, with its optimizer built, or ended.
         model: the model with the adapter of the task, or a part of it.
         state: the state of the whole task.
         from_step: step from which the present settings of optimizer and schedule hold; `None` for those of the state.
@@ -95,23 +95,23 @@ def put_snapshot(run: ActiveTask, model: Any, state: TaskState, *, from_step: in
     Raises:
         CheckpointError: if the state is not of this task's parameters.
     """
-    parameters = model.task_parameters(run.name)
+    parameters = model.task_parameters(task.name)
     # By this process's own pieces, so that the layout that wrote the state does not matter.
-    piece = take_part(state, model.registry.pieces_of(run.name))
-    if run.optimizer is not None and not run.optimizer.steps_here:
+    piece = take_part(state, model.registry.pieces_of(task.name))
+    if task.optimizer is not None and not task.optimizer.steps_here:
         piece = replace(piece, moments={})
-    join_state(piece, parameters, run.optimizer, from_step)
-    if run.last_good is None:
+    join_state(piece, parameters, task.optimizer, from_step)
+    if task.last_good is None:
         return
     # The state of an ended task has only the weights that it ended with.
     last_good = piece.copies.get(LAST_GOOD) or piece.weights
-    for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.weights.values(), strict=True):
+    for page, copy in zip(model.registry.slab_of(task.name).pages, task.last_good.weights.values(), strict=True):
         for name, parameter in parameters.items():
             part = page.part(parameter, copy)
             if part is not None and name in last_good:
                 # In place, because the optimizer's joint update refers to the copy by address.
                 part.copy_(last_good[name])
-    run.best_weights = {name: tensor.contiguous() for name, tensor in piece.copies.get(BEST, {}).items()}
+    task.best_weights = {name: tensor.contiguous() for name, tensor in piece.copies.get(BEST, {}).items()}
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from peft_mux.generation.decoding import generate
 from peft_mux.generation.requests_and_completions import GenerationRequest
 from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.task import metric_key
-from peft_mux.trainer.evaluation import Judge, agreed_metrics, merged, of_replicas
+from peft_mux.trainer.evaluation import Judge, agreed_metrics, merged
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code
@@ -231,7 +231,7 @@ class HeldOutCompletions:
                 max_batch_tokens=_BATCHES_OF_PASSES * self._max_tokens(),
             )
         texts = {number: completion.text for (number, _), completion in zip(numbered, completed, strict=True)}
-        all_texts = iter(merged(of_replicas(self._run, texts)).values())
+        all_texts = iter(merged(self._run.of_replicas(texts)).values())
         judges: dict[str, Judge] = {}
         for task in tasks:
             completions = [next(all_texts) for _ in task.eval_prompts]
@@ -267,4 +267,4 @@ class HeldOutCompletions:
                     metrics |= {metric_key(key): float(value) for key, value in values.items()}
         except UserCodeError as raised:
             error = raised
-        return agreed_metrics(of_replicas(self._run, (metrics, None if error is None else str(error))), error)
+        return agreed_metrics(self._run.of_replicas((metrics, None if error is None else str(error))), error)

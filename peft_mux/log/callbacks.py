@@ -152,35 +152,35 @@ class RunCallbacks:
         """Forget what earlier trainings reported: running tasks take their first step, and follow their first plan."""
         self._waiting.clear()
         self._begun, self._paused, self._reported_plan = set(), set(), None
-        for run in runs:
-            self.note_status(run, None)
+        for task in runs:
+            self.note_status(task, None)
         # Tasks that were paused before are not reported.
         self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
 
-    def note_event(self, event: str, run: ActiveTask, folder: Path | None = None) -> None:
+    def note_event(self, event: str, task: ActiveTask, folder: Path | None = None) -> None:
         """Collect an event of a task; `folder` holds its present adapter, `None` if there is none."""
         if event == "on_task_register":
-            self._begun.discard(run.name)
-            self._paused.discard(run.name)
-        facts = {"task": run.name, "task_state": run.state, "status": run.status, "reason": run.reason}
+            self._begun.discard(task.name)
+            self._paused.discard(task.name)
+        facts = {"task": task.name, "task_state": task.state, "status": task.status, "reason": task.reason}
         self._waiting.append((event, {**facts, "adapter_folder": folder}))
 
-    def note_status(self, run: ActiveTask, folder: Path | None) -> None:
+    def note_status(self, task: ActiveTask, folder: Path | None) -> None:
         """Collect the events that follow from the present status of a task."""
-        if run.status is TaskStatus.PAUSED:
-            self._paused.add(run.name)
-            self.note_event("on_task_pause", run, folder)
+        if task.status is TaskStatus.PAUSED:
+            self._paused.add(task.name)
+            self.note_event("on_task_pause", task, folder)
             return
-        if run.name in self._paused and not run.status.is_final:
-            self.note_event("on_task_resume", run, folder)
-        self._paused.discard(run.name)
-        if run.status is TaskStatus.RUNNING and run.name not in self._begun:
-            self._begun.add(run.name)
-            self.note_event("on_task_begin", run, folder)
-        elif run.status is TaskStatus.FAILED:
-            self.note_event("on_task_fail", run, folder)
-        elif run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
-            self.note_event("on_task_end", run, folder)
+        if task.name in self._paused and not task.status.is_final:
+            self.note_event("on_task_resume", task, folder)
+        self._paused.discard(task.name)
+        if task.status is TaskStatus.RUNNING and task.name not in self._begun:
+            self._begun.add(task.name)
+            self.note_event("on_task_begin", task, folder)
+        elif task.status is TaskStatus.FAILED:
+            self.note_event("on_task_fail", task, folder)
+        elif task.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            self.note_event("on_task_end", task, folder)
 
     def call_task_events(self) -> bool:
         """Call callbacks with all collected events; return whether any of them has one, and may ask for something."""
@@ -213,7 +213,7 @@ class TaskCallbacks:
     and the mode of the model affects other tasks. They could still write to the weights of other tasks.
 
     Args:
-        run: the task whose callbacks are called.
+        task: the task whose callbacks are called.
         args: a copy of the run's arguments with the task's settings.
         model: the multi-task model, handed to the callbacks.
         processing_class: the tokenizer, handed to the callbacks.
@@ -224,20 +224,16 @@ class TaskCallbacks:
         observers: called after the callbacks.
     """
 
-    def __init__(self, run: ActiveTask, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
-        self.run, self.args = run, args
+    def __init__(self, task: ActiveTask, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
+        self.run, self.args = task, args
         self.control = TrainerControl()
         self.listener: Listener = ignore_timing
         self.observers: Sequence[Observer] = ()
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
         # Without a flow callback the handler of transformers warns, and its own one would decide about saving.
-        callbacks = [TaskFlowCallback(), *run.task.callbacks]
+        callbacks = [TaskFlowCallback(), *task.task.callbacks]
         self.handler = CallbackHandler(callbacks, model, processing_class, None, None)
-
-    def use_model(self, model: Any) -> None:
-        """Hand another model to the callbacks from now on; `None` while there is none."""
-        self.handler.model = model
 
     def step_begins(self) -> None:
         """Call the events at the beginning of a step, and of an epoch if one begins with it."""
@@ -284,22 +280,22 @@ class TaskCallbacks:
             TypeError: if the answer is not a control.
             KeyError: if a field of it is missing.
         """
-        run, handler = self.run, self.handler
+        task, handler = self.run, self.handler
         # Set at each call, because the optimizer is made when the task starts, and dropped when it ends.
-        handler.optimizer = None if run.optimizer is None else run.optimizer.optimizer
-        handler.lr_scheduler = None if run.optimizer is None else run.optimizer.schedule
+        handler.optimizer = None if task.optimizer is None else task.optimizer.optimizer
+        handler.lr_scheduler = None if task.optimizer is None else task.optimizer.schedule
         # Only fields of the task are updated; what callbacks have written to others stays.
         for name in _SHOWN:
-            setattr(self._state, name, getattr(run.state, name))
+            setattr(self._state, name, getattr(task.state, name))
         # A resumed task has another state, with another history.
-        if self._num_shown > len(run.state.log_history):
+        if self._num_shown > len(task.state.log_history):
             self._num_shown = 0
-        self._state.log_history += [dict(entry) for entry in run.state.log_history[self._num_shown :]]
-        self._num_shown = len(run.state.log_history)
+        self._state.log_history += [dict(entry) for entry in task.state.log_history[self._num_shown :]]
+        self._num_shown = len(task.state.log_history)
         # Its own method of the event takes back what was asked for before.
         answer = getattr(handler, event)(self.args, self._state, self._handed, **facts)
-        if run.optimizer is not None:
-            run.optimizer.require_own_parameters()
+        if task.optimizer is not None:
+            task.optimizer.require_own_parameters()
         if not isinstance(answer, TrainerControl):
             raise TypeError(f"it must return the TrainerControl or None, got {type(answer).__name__}")
         # Its own fields, not those of its class: a control that was emptied is invalid.

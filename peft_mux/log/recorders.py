@@ -216,9 +216,9 @@ class PassReport:
         report = replace(self, asked_tokens=dict(asked), computed_tokens=dict(computed))
         if planned is None:
             return report
-        tasks = [one.tasks for one in planned] == [batch.task_names for batch in micro_batches]
+        tasks = [each.tasks for each in planned] == [batch.task_names for batch in micro_batches]
         pass_tokens = [batch.num_computed - batch.num_padding_tokens for batch in micro_batches]
-        expected = [one.tokens for one in planned]
+        expected = [each.tokens for each in planned]
         return replace(
             report,
             num_steps=self.num_steps + 1,

@@ -117,7 +117,7 @@ class RunLog:
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""
         for callbacks in self.callbacks.values():
-            callbacks.use_model(model)
+            callbacks.handler.model = model
 
     def begin(self) -> None:
         """Show the tasks, which are about to take steps, from now on."""
@@ -147,7 +147,7 @@ class RunLog:
 
     def numbers(
         self,
-        run: ActiveTask,
+        task: ActiveTask,
         event: str,
         values: Mapping[str, float],
         times: Mapping[str, float] = MappingProxyType({}),
@@ -156,28 +156,28 @@ class RunLog:
 
         Callbacks alone get the `times`: what is kept has the same bits after a resume.
         """
-        entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
-        run.state.log_history.append(entry)
-        record = {"event": event, "run_step": self.state.global_step, "task": run.name, "num_tokens": run.num_tokens}
+        entry: dict[str, Any] = {"step": task.step, **({} if task.epoch is None else {"epoch": task.epoch}), **values}
+        task.state.log_history.append(entry)
+        record = {"event": event, "run_step": self.state.global_step, "task": task.name, "num_tokens": task.num_tokens}
         self.metrics.write({**record, **entry})
-        self.callbacks[run.name].call("on_log", logs={**values, **times})
+        self.callbacks[task.name].call("on_log", logs={**values, **times})
 
     def losses(self, runs: Iterable[ActiveTask] | None = None) -> None:
         """Log the mean loss of tasks (by default all) since their last log, and the speed and memory of the run."""
         logs: dict[str, float] = {}
         losses: dict[str, float] = {}
         lines = []
-        for run in self.table if runs is None else runs:
-            names = run.resolved.objective.statistic_names(run.resolved.loss_args)
-            loss, statistics = run.loss_mean.read((*names, STATISTIC) if run.router_coefficient else names)
+        for task in self.table if runs is None else runs:
+            names = task.resolved.objective.statistic_names(task.resolved.loss_args)
+            loss, statistics = task.loss_mean.read((*names, STATISTIC) if task.router_coefficient else names)
             if loss is None:
                 continue
-            values = {"loss": loss, "grad_norm": run.last_gradient_norm, "learning_rate": run.last_learning_rate}
+            values = {"loss": loss, "grad_norm": task.last_gradient_norm, "learning_rate": task.last_learning_rate}
             values |= statistics
-            self.numbers(run, "train", values)
-            losses[run.name] = loss
-            lines += [_line_of(run, statistics)] if statistics else []
-            logs |= _prefixed(run.name, values)
+            self.numbers(task, "train", values)
+            losses[task.name] = loss
+            lines += [_line_of(task, statistics)] if statistics else []
+            logs |= _prefixed(task.name, values)
         if not logs:
             return
         words = [f"step {self.state.global_step}", *(f"{name} {loss:.4f}" for name, loss in losses.items())]
@@ -187,12 +187,12 @@ class RunLog:
             words[1:] = [
                 f"{len(losses)} tasks, mean {mean:.4f}, from {low} {losses[low]:.4f} to {high} {losses[high]:.4f}"
             ]
-        now, num_tokens = time.perf_counter(), sum(run.num_tokens for run in self.table)
+        now, num_tokens = time.perf_counter(), sum(task.num_tokens for task in self.table)
         (since, before, step), self._counted = self._counted, (now, num_tokens, self.state.global_step)
         # Removed tasks have taken their tokens with them, and a first log has nothing to compare with.
         if num_tokens > before > -1:
             logs["run/tokens_per_second"] = speed = (num_tokens - before) / (now - since)
-            left = max((run.num_steps - run.step for run in self.table.running), default=0)
+            left = max((task.num_steps - task.step for task in self.table.running), default=0)
             if left and (num_steps := self.state.global_step - step):
                 step_s = (now - since) / num_steps
                 # Smoothed: a few slow steps say little about the next ones.
@@ -217,36 +217,36 @@ class RunLog:
             self.losses()
         else:
             by_epoch = args.logging_strategy == "epoch"
-            due = [(run, self.callbacks[run.name].control.should_log) for run in self.table.running]
-            self.losses([run for run, asks in due if asks or (by_epoch and run.is_at_epoch_end)])
+            due = [(task, self.callbacks[task.name].control.should_log) for task in self.table.running]
+            self.losses([task for task, asks in due if asks or (by_epoch and task.is_at_epoch_end)])
 
-    def evaluation(self, run: ActiveTask, metrics: dict[str, float], times: Mapping[str, float]) -> dict[str, float]:
+    def evaluation(self, task: ActiveTask, metrics: dict[str, float], times: Mapping[str, float]) -> dict[str, float]:
         """Log what an evaluation found, and its `times` for callbacks alone; return metrics by `task/metric` keys."""
-        self.numbers(run, "eval", metrics, times)
-        logs = _prefixed(run.name, metrics)
+        self.numbers(task, "eval", metrics, times)
+        logs = _prefixed(task.name, metrics)
         shown = ("eval_loss", "eval_perplexity") if self.progress.shows_losses else ()
         if left := {name: value for name, value in metrics.items() if name not in shown}:
-            self.say(_line_of(run, left))
-        self._emit(logs | _prefixed(run.name, times))
+            self.say(_line_of(task, left))
+        self._emit(logs | _prefixed(task.name, times))
         return logs
 
-    def status(self, run: ActiveTask) -> None:
+    def status(self, task: ActiveTask) -> None:
         """Log the status that a task has now."""
-        self.event("status", task=run.name, step=run.step, status=run.status.value, reason=run.reason)
-        say = self.warn if run.status is TaskStatus.FAILED else self.say
-        say(f"{run.name}: {run.status.value}{f' ({run.reason})' if run.reason else ''}")
-        if run.status.is_final and run.name in self.callbacks:
-            self.end_of_task(run)
+        self.event("status", task=task.name, step=task.step, status=task.status.value, reason=task.reason)
+        say = self.warn if task.status is TaskStatus.FAILED else self.say
+        say(f"{task.name}: {task.status.value}{f' ({task.reason})' if task.reason else ''}")
+        if task.status.is_final and task.name in self.callbacks:
+            self.end_of_task(task)
 
-    def end_of_task(self, run: ActiveTask) -> None:
+    def end_of_task(self, task: ActiveTask) -> None:
         """Give callbacks the last log of Trainer: mean loss and rates of the steps of a task in this training."""
-        seconds, num_steps = self.times.seconds_now(run), run.train_loss.count
-        if num_steps and run.status is not TaskStatus.FAILED:
-            logs = {"train_runtime": seconds, "train_loss": run.train_loss.total / num_steps}
+        seconds, num_steps = self.times.seconds_now(task), task.train_loss.count
+        if num_steps and task.status is not TaskStatus.FAILED:
+            logs = {"train_runtime": seconds, "train_loss": task.train_loss.total / num_steps}
             if seconds:
-                num_rows = num_steps * run.hyper.train_batch_size
+                num_rows = num_steps * task.hyper.train_batch_size
                 logs |= {"train_samples_per_second": num_rows / seconds, "train_steps_per_second": num_steps / seconds}
-            self.callbacks[run.name].call("on_log", logs=logs)
+            self.callbacks[task.name].call("on_log", logs=logs)
 
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""
@@ -257,26 +257,26 @@ class RunLog:
     def begin_rows(self, *runs: ActiveTask) -> None:
         """Record and print what starting tasks train on, and which rows were cut or left out; sums for many tasks."""
         reports, lines, trained = [], [], []
-        for run in runs:
-            if run.loader in self._begun_rows:
+        for task in runs:
+            if task.loader in self._begun_rows:
                 continue
-            self._begun_rows.add(run.loader)
-            by_split = {"train_dataset": run.loader.report}
-            by_split |= {rows.report.split: rows.report for rows in run.eval_data.values()}
+            self._begun_rows.add(task.loader)
+            by_split = {"train_dataset": task.loader.report}
+            by_split |= {rows.report.split: rows.report for rows in task.eval_data.values()}
             for split, report in by_split.items():
-                self._write_rows(run, split, report)
+                self._write_rows(task, split, report)
             reports += [report for report in by_split.values() if report.remarks]
-            lines += [run.sharing_remark] if run.sharing_remark else []
-            rows = run.loader.report
+            lines += [task.sharing_remark] if task.sharing_remark else []
+            rows = task.loader.report
             # Of a stream, the rows of the first step are known.
-            seen = f", in its first {counted(rows.num_rows, 'row')}" if run.loader.steps_per_epoch is None else ""
-            trained += [(rows, f"{run.name}: {rows.targets_text}{seen}")] if rows.trained_on else []
-            if run.loader.report.remarks:
+            seen = f", in its first {counted(rows.num_rows, 'row')}" if task.loader.steps_per_epoch is None else ""
+            trained += [(rows, f"{task.name}: {rows.targets_text}{seen}")] if rows.trained_on else []
+            if task.loader.report.remarks:
                 # A `UserWarning` has reported it when the task was made.
-                self._warned_rows.add(run.loader)
+                self._warned_rows.add(task.loader)
         remarks = [remark for report in reports for remark in report.remarks]
         if len(reports) > _MOST_REPORTS:
-            counts = {what: sum(getattr(one, name) for one in reports) for name, (what, _) in ROW_COUNTS.items()}
+            counts = {what: sum(getattr(report, name) for report in reports) for name, (what, _) in ROW_COUNTS.items()}
             words = [f"{count:,} {what.format(limit='max_length')}" for what, count in counts.items() if count]
             worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
             remarks = [
@@ -286,39 +286,42 @@ class RunLog:
             ]
         told = [line for _, line in trained]
         if len(trained) > _MOST_REPORTS:
-            carrying, tokens = (
-                sum(getattr(one, name) for one, _ in trained) for name in ("num_target_tokens", "num_tokens")
-            )
+            carrying = sum(rows.num_target_tokens for rows, _ in trained)
+            tokens = sum(rows.num_tokens for rows, _ in trained)
             told = [f"loss on {carrying:,} of {tokens:,} tokens of {len(trained)} tasks; of each: metrics.jsonl"]
         for line in told + remarks + lines:
             self.say(line)
 
     def step_rows(self, runs: Iterable[ActiveTask]) -> None:
         """Warn of each stream that has left out or cut its first row."""
-        for run in runs:
-            if run.loader.steps_per_epoch is None and run.loader not in self._warned_rows and run.loader.report.remarks:
-                self._warned_rows.add(run.loader)
-                self._write_rows(run, "train_dataset", run.loader.report)
-                self.warn(run.loader.report.warning)
+        for task in runs:
+            if (
+                task.loader.steps_per_epoch is None
+                and task.loader not in self._warned_rows
+                and task.loader.report.remarks
+            ):
+                self._warned_rows.add(task.loader)
+                self._write_rows(task, "train_dataset", task.loader.report)
+                self.warn(task.loader.report.warning)
 
     def end_rows(self, runs: Iterable[ActiveTask]) -> None:
         """Record and print how many rows of streams were cut or left out by now."""
-        for run in runs:
-            if run.loader.steps_per_epoch is None:
-                self._write_rows(run, "train_dataset", run.loader.report)
-                for remark in run.loader.report.remarks:
+        for task in runs:
+            if task.loader.steps_per_epoch is None:
+                self._write_rows(task, "train_dataset", task.loader.report)
+                for remark in task.loader.report.remarks:
                     self.say(remark)
 
-    def _write_rows(self, run: ActiveTask, split: str, report: DataReport) -> None:
+    def _write_rows(self, task: ActiveTask, split: str, report: DataReport) -> None:
         numbers = asdict(report)
         del numbers["where"]
-        facts = {"data_format": str(report.data_format), "loss_kind": run.loss_kind, "settings": run.swept_as}
-        self.event("data", task=run.name, split=split, **{**numbers, **facts})
+        facts = {"data_format": str(report.data_format), "loss_kind": task.loss_kind, "settings": task.swept_as}
+        self.event("data", task=task.name, split=split, **{**numbers, **facts})
 
 
-def _line_of(run: ActiveTask, values: Mapping[str, float]) -> str:
+def _line_of(task: ActiveTask, values: Mapping[str, float]) -> str:
     # The step of the task, by which logs and evaluations are due.
-    return "  ".join((f"{run.name} step {run.step}", *(f"{name} {value:.4f}" for name, value in values.items())))
+    return "  ".join((f"{task.name} step {task.step}", *(f"{name} {value:.4f}" for name, value in values.items())))
 
 
 def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:

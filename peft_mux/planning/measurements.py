@@ -74,7 +74,7 @@ class Measurements:
             repeats: whether it takes the place of the last one that was counted.
         """
         self._plan = plan
-        replica = self._run.layout.place(self._run.processes.rank).replica
+        replica = self._run.replica
         planned = plan.passes[replica] if replica < len(plan.passes) else None
         self._counted_before = self._counted_before if repeats else self.pass_report
         self.pass_report = self._counted_before.after(planned, work.micro_batches)
@@ -125,7 +125,7 @@ class Measurements:
             return
         correction = self._planner.correction
         correction.observe(step.plan, step.num_tokens, slowest_s)
-        left = {run.name: run.num_steps - run.step for run in self._run.table.running}
+        left = {task.name: task.num_steps - task.step for task in self._run.table.running}
         forecast = correction.compare_with_plan(step.plan, left)
         if forecast is not None:
             ratio, predicted_s, line = forecast

@@ -79,13 +79,13 @@ class PlanFollower:
         if len(names) < 2:
             return plan
         # Only here: each task is planned alone for this, which replans need not wait for.
-        alone_s = self.alone_s([run for run in runs if run.name in names], **pipeline)
+        alone_s = self.alone_s([task for task in runs if task.name in names], **pipeline)
         return replace(
             plan, shares=tuple(replace(share, alone_s=alone_s.get(share.name, 0.0)) for share in plan.shares)
         )
 
     def _plan_for(self, pipeline: Mapping[str, Any]) -> Plan:
-        running = [run.name for run in self._run.table.running]
+        running = [task.name for task in self._run.table.running]
         return self.planner.plan(self._run.table.plannable, running=running, **pipeline)
 
     def alone_s(self, runs: Sequence[ActiveTask], **pipeline: Any) -> dict[str, float]:
@@ -125,19 +125,19 @@ class PlanFollower:
             if self._applies_times and all(isinstance(factor, float) and 1e-6 < factor < 1e6 for factor in factors):
                 correction.restore(Parts(*factors))
         # Rows that were read for a task which has left would be held for the rest of the run.
-        self.ahead.keep_only(run.name for run in self._run.table)
+        self.ahead.keep_only(task.name for task in self._run.table)
         if self._applies_times:
             correction.factors = correction.agreed
         plan = self._plan_for(self.pipeline)
         correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
         reasons = {left_out.name: left_out.reason for left_out in plan.waiting}
-        for run in [run for run in self._run.table if run.status is TaskStatus.WAITING]:
+        for task in [task for task in self._run.table if task.status is TaskStatus.WAITING]:
             # A plan may be made before there are weights; then the one that `train` begins with starts the tasks.
-            if run.name in admitted and self._placement.is_loaded:
-                self._placement.start(run)
-            if run.status is TaskStatus.WAITING:
-                run.reason = reasons.get(run.name, "")
+            if task.name in admitted and self._placement.is_loaded:
+                self._placement.start(task)
+            if task.status is TaskStatus.WAITING:
+                task.reason = reasons.get(task.name, "")
         self.follow(plan)
         return plan
 
@@ -166,7 +166,7 @@ class PlanFollower:
             self.measured.dispatch_clock = shares.clock
             # The passes of unequal replicas, whose rows are dispatched as in a step.
             names = {name for htask in plan.htasks for name in htask.tasks}
-            loads = [self.planner.load_of(run) for run in runs if run.name in names] if shares.looks_ahead else []
+            loads = [self.planner.load_of(task) for task in runs if task.name in names] if shares.looks_ahead else []
             rows = shares.typical_rows([BatchRows(load.name, 0, load.lengths, load.trie) for load in loads])
             if rows is not None:
                 passes = []
@@ -198,7 +198,7 @@ class PlanFollower:
         self.measured.exchange()
         if not correction.differs:
             return False
-        running = [active.name for active in run.table.running]
+        running = [task.name for task in run.table.running]
         options = {"running": running, **self.pipeline}
         gain = self.planner.gain_of(self.current, correction.agreed, run.table.plannable, **options)
         # Unequal replicas have different plans, and either all of them change theirs or none.
@@ -247,7 +247,7 @@ class PlanFollower:
         self._run.log.step_rows(running)
         if num_steps == 1:
             # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
-            self._steps.prepare(run for run in running if run.name not in works[0].failures)
+            self._steps.prepare(task for task in running if task.name not in works[0].failures)
         return works
 
     def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
@@ -261,7 +261,7 @@ class PlanFollower:
         self.ahead.put_back()
         self.replan()
         assert self._steps is not None, "a run that has running tasks follows a plan"
-        again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
+        again = self._steps.next(task for task in self._run.table.running if task.name not in work.failures)
         self.measured.count_passes(self._steps.plan, again, repeats=True)
         return replace(again, failures={**work.failures, **again.failures})
 

@@ -115,7 +115,7 @@ class Relocation:
             Whether the run moved.
         """
         placement = self._placement
-        names = tuple(run.name for run in self._run.table.plannable)
+        names = tuple(task.name for task in self._run.table.plannable)
         # The first call compares with nothing: the replicas that a run begins on were chosen for these tasks.
         has_changed, self._deployed_for = names != (self._deployed_for or names), names
         if placement.target is None and has_changed and self._run.args.redeploy:
@@ -198,18 +198,18 @@ class Relocation:
                 processes.wait_for_all()  # others read what the first one has written
                 # A waiting task has taken no step: its adapter is initialised from its seed, and it gets an optimizer
                 # when it starts.
-                for active in [active for active in run.table if active.status is not TaskStatus.WAITING]:
-                    if not active.status.is_final:
-                        self._placement.make_optimizer(active)
-                        folder.restore(active, active.step, run.log.warn)
+                for task in [task for task in run.table if task.status is not TaskStatus.WAITING]:
+                    if not task.status.is_final:
+                        self._placement.make_optimizer(task)
+                        folder.restore(task, task.step, run.log.warn)
                         continue
                     model = self._placement.model
                     try:
-                        weights = model.saved_weights(active.name, folder.task_folder(active.name))
-                        put_snapshot(active, model, TaskState(weights, {}, {}, {}))
+                        weights = model.saved_weights(task.name, folder.task_folder(task.name))
+                        put_snapshot(task, model, TaskState(weights, {}, {}, {}))
                     except CheckpointError as error:
                         # Its adapter was not written, so the task has none here.
-                        run.log.warn(f'task "{active.name}": its adapter is missing: {error}')
+                        run.log.warn(f'task "{task.name}": its adapter is missing: {error}')
             # The next decision uses the measured cost of a move.
             self._restart_s = seconds = time.perf_counter() - started
             run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)

@@ -102,7 +102,7 @@ class Control:
         except BaseException as error:
             self._answer(name, error, "")
         else:
-            answer.add_done_callback(lambda own: self._answer(name, own.exception(0), done))
+            answer.add_done_callback(lambda command: self._answer(name, command.exception(0), done))
 
     def _give(self, request: dict[str, Any]) -> tuple[Command, str]:
         """Give a request to `Membership`; return the command, and the answer for when it is done."""

@@ -78,10 +78,10 @@ class Mailbox:
             if gives_up and not path.is_file():
                 return None
             time.sleep(0.05)
-        found = _read(path)
+        answer = _read(path)
         with suppress(OSError):
             path.unlink()
-        return found
+        return answer
 
     def withdraw(self, name: str) -> bool:
         """Delete a request; return whether it was still there."""

@@ -37,7 +37,7 @@ Judge = Callable[[Listener], dict[str, float]]
 """Returns the metrics of a task's completions under keys that begin with `eval_`; every process calls it."""
 
 
-def own_batches(
+def batches_of_replica(
     batches: Iterable[TaskBatch], replica: int, num_replicas: int
 ) -> Iterator[tuple[int | None, TaskBatch]]:
     """Yield the batches that a replica evaluates, one in every `num_replicas`, with their numbers.
@@ -59,11 +59,6 @@ def own_batches(
         yield None, batch
 
 
-def of_replicas(run: Run, value: Any) -> list[Any]:
-    """Gather a value from all processes if replicas share the rows; else return this one's."""
-    return run.processes.gather(value) if run.layout.num_replicas > 1 else [value]
-
-
 def merged(results: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
     """Return the results of all processes by number of the batch, in the order of the rows, for the same bits in sums.
 
@@ -74,30 +69,35 @@ def merged(results: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
 
 
 def held_out_batches(
-    run: ActiveTask, dataset: Any, limit: int, totals: Mapping[str, float] | None = None, *, is_as_trained: bool = False
+    task: ActiveTask,
+    dataset: Any,
+    limit: int,
+    totals: Mapping[str, float] | None = None,
+    *,
+    is_as_trained: bool = False,
 ) -> Iterator[TaskBatch]:
     """Yield held-out rows of a task in order, in batches of at most `limit` tokens, or of one row.
 
     Args:
-        run: the task.
+        task: the task.
         dataset: the rows.
         limit: greatest number of tokens of a batch.
         totals: what its loss divides by, over all held-out rows.
         is_as_trained: whether rows are arranged as in training, in batches of as many rows if its loss needs that, and
             tokens that they share may be computed once.
     """
-    arrange = run.loader.arrange if is_as_trained else None
+    arrange = task.loader.arrange if is_as_trained else None
 
     def batch_of(rows: Sequence[TokenSequence]) -> TaskBatch:
         sequences = tuple(rows) if arrange is None else arrange(tuple(rows))
-        trie = prefix_trie(sequences) if is_as_trained and run.loader.shares_prefixes else None
-        return TaskBatch(run.name, 0, 0, sequences, totals, trie=trie)
+        trie = prefix_trie(sequences) if is_as_trained and task.loader.shares_prefixes else None
+        return TaskBatch(task.name, 0, 0, sequences, totals, trie=trie)
 
     rows: list[TokenSequence] = []
     num_tokens = 0
     for index in range(len(dataset)):
         row = dataset[index]
-        is_full = num_tokens + len(row) > limit if arrange is None else len(rows) == run.hyper.train_batch_size
+        is_full = num_tokens + len(row) > limit if arrange is None else len(rows) == task.hyper.train_batch_size
         if rows and is_full:
             yield batch_of(rows)
             rows, num_tokens = [], 0
@@ -106,7 +106,7 @@ def held_out_batches(
     yield batch_of(rows)
 
 
-class _OwnMetrics:
+class _UserMetrics:
     """Collects predictions and labels of one evaluation, for a task's `compute_metrics` or for `predict`.
 
     Args:
@@ -252,24 +252,17 @@ class TaskEvaluator:
         # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
         self._evaluated: WeakSet[Any] = WeakSet()
 
-    def _own_batches(self, batches: Iterable[TaskBatch]) -> Iterator[tuple[int | None, TaskBatch]]:
-        layout = self._run.layout
-        return own_batches(batches, layout.place(self._run.processes.rank).replica, layout.num_replicas)
-
-    def _of_replicas(self, value: Any) -> list[Any]:
-        return of_replicas(self._run, value)
-
     # ------------------------------------------------------------------ in training
 
     def evaluate_new(self) -> None:
         """Evaluate the tasks that are about to take their first step if they ask for that (`eval_on_start`)."""
-        new = [run for run in self._run.table.running if run.step == 0 and run.hyper.eval_on_start]
-        new = [run for run in new if run.eval_data and run.loader not in self._evaluated]
-        self._evaluated.update(run.loader for run in new)
+        new = [task for task in self._run.table.running if task.step == 0 and task.hyper.eval_on_start]
+        new = [task for task in new if task.eval_data and task.loader not in self._evaluated]
+        self._evaluated.update(task.loader for task in new)
         judges = self._complete(new)
-        for run in new:
-            if run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, judges.get(run.name)))
+        for task in new:
+            if task.status is TaskStatus.RUNNING:
+                self._run.callbacks.call("on_evaluate", self.evaluate(task, judges.get(task.name)))
 
     def evaluate_if_due(self, names: Sequence[str]) -> None:
         """Evaluate the tasks that are due, and stop those whose callbacks ask for it.
@@ -277,20 +270,20 @@ class TaskEvaluator:
         Args:
             names: the tasks that have just stepped.
         """
-        runs = [run for run in map(self._run.table.__getitem__, names) if run.status is TaskStatus.RUNNING]
+        runs = [task for task in map(self._run.table.__getitem__, names) if task.status is TaskStatus.RUNNING]
         # Reset before callbacks are called, which may ask for the next one.
         is_asked = self._run.control.should_evaluate
         self._run.control.should_evaluate = False
-        asking = {run.name for run in runs if is_asked or self._run.log.callbacks[run.name].control.should_evaluate}
-        due = {run.name for run in runs if run.eval_data and (run.is_evaluation_due or run.name in asking)}
+        asking = {task.name for task in runs if is_asked or self._run.log.callbacks[task.name].control.should_evaluate}
+        due = {task.name for task in runs if task.eval_data and (task.is_evaluation_due or task.name in asking)}
         # All tasks at once, before the first one is evaluated: their completions share batches.
-        judges = self._complete([run for run in runs if run.name in due])
-        for run in runs:
+        judges = self._complete([task for task in runs if task.name in due])
+        for task in runs:
             # Checked again, as callbacks of the tasks before may have ended this one.
-            if run.name in due and run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, judges.get(run.name)))
-            if run.status is TaskStatus.RUNNING and self._run.log.callbacks[run.name].control.should_training_stop:
-                run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
+            if task.name in due and task.status is TaskStatus.RUNNING:
+                self._run.callbacks.call("on_evaluate", self.evaluate(task, judges.get(task.name)))
+            if task.status is TaskStatus.RUNNING and self._run.log.callbacks[task.name].control.should_training_stop:
+                task.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
 
     def quarantine_broken_endings(self) -> None:
         """Fail the tasks whose last update left weights without a finite loss.
@@ -299,10 +292,10 @@ class TaskEvaluator:
         through all weights of a task, a finite loss of one row of the last batch is enough. Otherwise the whole batch
         decides, as some weights belong to single tokens or experts, and a loss may compare rows.
         """
-        ended = {run.name: run for run in self._run.table.running if run.step >= run.num_steps}
+        ended = {task.name: task for task in self._run.table.running if task.step >= task.num_steps}
         if not ended:
             return
-        batches = {name: run.loader.batch(run.step - 1) for name, run in ended.items()}
+        batches = {name: task.loader.batch(task.step - 1) for name, task in ended.items()}
         model = self._placement.model
         adapters = {name: model.adapter_of(name) for name in ended}
         of_all_tokens = {
@@ -343,73 +336,73 @@ class TaskEvaluator:
             broken |= {name: error or broken.get(name, "") for name, error in errors.items()}
         return broken
 
-    def evaluate(self, run: ActiveTask, judge: Judge | None) -> dict[str, float]:
+    def evaluate(self, task: ActiveTask, judge: Judge | None) -> dict[str, float]:
         """Evaluate a running task, log the metrics, and stop the task if its early stopping says so.
 
         Exceptions of a task's own functions (`compute_metrics`, metrics of `eval_generate`) fail only that task.
 
         Args:
-            run: the task.
+            task: the task.
             judge: judges what its adapter made of its held-out prompts, if it has `eval_generate`.
 
         Returns:
             Metrics under `task/metric` keys; empty if the evaluation failed.
         """
-        log, best = self._run.log, run.best
+        log, best = self._run.log, task.best
         parts: list[tuple[dict[str, float], dict[str, float]]] = []
         try:
-            for prefix, data in run.eval_data.items():
-                parts.append(self._timed(run, data, prefix, judge, log.note_own_code))
+            for prefix, data in task.eval_data.items():
+                parts.append(self._timed(task, data, prefix, judge, log.note_own_code))
             metrics = {key: value for part, _ in parts for key, value in part.items()}
             # As in Trainer, an evaluation before the first step does not count for the best one.
-            is_best = run.step > 0 and best.update(metrics, run.step)
+            is_best = task.step > 0 and best.update(metrics, task.step)
         except Exception as error:
             # Everything in an evaluation except this task's own functions serves all tasks, so a fault there is ours.
-            is_own = run.task.has_own_metrics and not isinstance(error, ProcessError)
+            is_own = task.task.has_own_metrics and not isinstance(error, ProcessError)
             if not is_own and not isinstance(error, MetricsError | ConfigError):
                 raise
-            log_warning(_logger, f'the evaluation of task "{run.name}" failed', error)
+            log_warning(_logger, f'the evaluation of task "{task.name}" failed', error)
             reason = str(error) if isinstance(error, MetricsError) else describe_error(error)
-            run.quarantine(f"evaluation failed: {reason}")
+            task.quarantine(f"evaluation failed: {reason}")
             return {}
         logs: dict[str, float] = {}
         for part, times in parts:
-            logs |= log.evaluation(run, part, times)
-            log.callbacks[run.name].call("on_evaluate", metrics={**part, **times})
-        if run.step > 0 and self._run.is_in_train and run.optimizer is not None:
-            run.optimizer.follow(metrics.get(best.metric or "", math.nan))
+            logs |= log.evaluation(task, part, times)
+            log.callbacks[task.name].call("on_evaluate", metrics={**part, **times})
+        if task.step > 0 and self._run.is_in_train and task.optimizer is not None:
+            task.optimizer.follow(metrics.get(best.metric or "", math.nan))
         if is_best:
             # After the callbacks, which compare with the best before this one.
-            run.state.best_metric, run.state.best_global_step = best.value, run.step
+            task.state.best_metric, task.state.best_global_step = best.value, task.step
             if self._run.is_in_train and self._run.args.save_strategy == "best":
                 self._run.control.should_save = True
         if is_best and best.keeps_weights:
             # On the CPU, where they cost no device memory; cloned, since `cpu()` returns the parameter itself there.
             # Kept before they are saved: a failed write must not cost the best weights.
-            parameters = self._placement.model.task_parameters(run.name)
-            run.best_weights = {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
-            self._run.saver.save_best(run)
-        rule = run.task.early_stopping
+            parameters = self._placement.model.task_parameters(task.name)
+            task.best_weights = {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
+            self._run.saver.save_best(task)
+        rule = task.task.early_stopping
         # A callback may have failed it meanwhile, and that is how it ended.
-        if rule is None or best.bad_evaluations < rule.patience or run.status.is_final:
+        if rule is None or best.bad_evaluations < rule.patience or task.status.is_final:
             return logs
         if best.value is not None:
             reason = f"{rule.metric} has not improved for {rule.patience} evaluations; best {best.value:.6g} at step"
-            run.end(TaskStatus.STOPPED_EARLY, f"{reason} {best.step}")
-        elif math.isfinite(loss := metrics[f"{next(iter(run.eval_data))}_loss"]):
+            task.end(TaskStatus.STOPPED_EARLY, f"{reason} {best.step}")
+        elif math.isfinite(loss := metrics[f"{next(iter(task.eval_data))}_loss"]):
             reason = f"{rule.metric} was no finite number in any of {best.bad_evaluations} evaluations"
-            run.end(TaskStatus.STOPPED_EARLY, reason)
+            task.end(TaskStatus.STOPPED_EARLY, reason)
         else:  # keeps no weights that have diverged
-            run.quarantine(f"non_finite: the loss of its evaluation is {loss} at step {run.step}")
+            task.quarantine(f"non_finite: the loss of its evaluation is {loss} at step {task.step}")
         return logs
 
     # ------------------------------------------------------------------ metrics
 
-    def metrics(self, run: ActiveTask, judge: Judge | None, rows: Mapping[str, Any] | None = None) -> dict[str, float]:
+    def metrics(self, task: ActiveTask, judge: Judge | None, rows: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Return a task's metrics and change nothing; exceptions of its own functions are raised unchanged.
 
         Args:
-            run: the task.
+            task: the task.
             judge: judges what its adapter made of its held-out prompts, if it has `eval_generate`.
             rows: tokenised rows by the prefix of their metrics; by default the held-out rows of the task.
 
@@ -417,22 +410,22 @@ class TaskEvaluator:
             ConfigError: if the task has no held-out rows.
             MetricsError: with several processes, if its own functions fail on one.
         """
-        rows = run.eval_data if rows is None else rows
+        rows = task.eval_data if rows is None else rows
         if not rows:
-            raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
-        results = _of_user_code(lambda: [self._timed(run, data, prefix, judge)[0] for prefix, data in rows.items()])
+            raise ConfigError(f"tasks.{task.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
+        results = _of_user_code(lambda: [self._timed(task, data, prefix, judge)[0] for prefix, data in rows.items()])
         return {key: value for part in results for key, value in part.items()}
 
-    def predict(self, run: ActiveTask, data: Any, prefix: str) -> PredictionOutput:
+    def predict(self, task: ActiveTask, data: Any, prefix: str) -> PredictionOutput:
         """Return predictions and labels of tokenised rows, with their metrics and times; as `metrics` otherwise."""
         started = time.time()
-        prediction, num_batches = _of_user_code(lambda: self._evaluate_rows(run, data, prefix, collects=True))
+        prediction, num_batches = _of_user_code(lambda: self._evaluate_rows(task, data, prefix, collects=True))
         times = speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
         return prediction._replace(metrics={**cast(Any, prediction.metrics), **times})
 
     def _timed(
         self,
-        run: ActiveTask,
+        task: ActiveTask,
         data: Any,
         prefix: str,
         judge: Judge | None,
@@ -440,14 +433,14 @@ class TaskEvaluator:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the metrics of rows, those of completions included, and the times of this, under Trainer's names."""
         started = time.time()
-        prediction, num_batches = self._evaluate_rows(run, data, prefix, listener)
+        prediction, num_batches = self._evaluate_rows(task, data, prefix, listener)
         metrics = cast(dict[str, float], prediction.metrics)
         if judge is not None:
             metrics |= judge(listener)
         return metrics, speed_metrics(prefix, started, num_samples=len(data), num_steps=num_batches)
 
     def _evaluate_rows(
-        self, run: ActiveTask, data: Any, prefix: str, listener: Listener = ignore_timing, *, collects: bool = False
+        self, task: ActiveTask, data: Any, prefix: str, listener: Listener = ignore_timing, *, collects: bool = False
     ) -> tuple[PredictionOutput, int]:
         """Return the metrics of a task, each under a key that begins with `prefix`; every process calls this.
 
@@ -457,22 +450,23 @@ class TaskEvaluator:
         """
         model, executor = self._placement.model, self._placement.executor
         is_paired = data[0].is_one_term and data[0].starts
-        kept = _OwnMetrics(run.task, prefix, self._run.args.per_device_eval_batch_size if is_paired else 0)
+        kept = _UserMetrics(task.task, prefix, self._run.args.per_device_eval_batch_size if is_paired else 0)
         with in_mode(model, training=False), torch.no_grad(), executor.precision():
-            metrics, failure, num_batches = self._loss_metrics(run, data)
+            metrics, failure, num_batches = self._loss_metrics(task, data)
             metrics = {f"{prefix}{key.removeprefix('eval')}": value for key, value in metrics.items()}
             prediction: PredictionOutput | None = PredictionOutput(cast(Any, None), None, metrics)
-            if run.task.compute_metrics is not None or collects:
+            if task.task.compute_metrics is not None or collects:
                 has_logits = False
-                for number, batch in self._own_batches(held_out_batches(run, data, self._max_tokens())):
+                batches = held_out_batches(task, data, self._max_tokens())
+                for number, batch in batches_of_replica(batches, self._run.replica, self._run.layout.num_replicas):
                     # One pass holds the whole batch, even if a single row is longer than a pass may be: logits
                     # need whole rows.
                     (micro_batch,) = self._collator.micro_batches([batch], max_tokens=batch.num_tokens)
                     logits = executor.sequence_logits(micro_batch)
                     has_logits = logits is not None
                     if logits is not None and number is not None:
-                        kept.add(number, logits, list(model.objectives.of(run.name).head.labels(batch, micro_batch)))
-                computed = kept.result(self._of_replicas, computes=has_logits)
+                        kept.add(number, logits, list(model.objectives.of(task.name).head.labels(batch, micro_batch)))
+                computed = kept.result(self._run.of_replicas, computes=has_logits)
                 # As in Trainer, `compute_metrics` cannot set the loss.
                 loss = {f"{prefix}_loss": metrics[f"{prefix}_loss"]}
                 prediction = None if computed is None else prediction._replace(metrics={**metrics, **computed, **loss})
@@ -482,33 +476,34 @@ class TaskEvaluator:
         error = kept.error if failure is None else UserCodeError(failure)
         gathered = executor.sync.gather((prediction, None if error is None else str(error), kept.seconds))
         agreed = agreed_metrics([(result, text) for result, text, _ in gathered], error)
-        if run.task.compute_metrics is not None:
-            listener(run.name, "compute_metrics", max(seconds for _, _, seconds in gathered))
+        if task.task.compute_metrics is not None:
+            listener(task.name, "compute_metrics", max(seconds for _, _, seconds in gathered))
         return agreed, num_batches
 
-    def _loss_metrics(self, run: ActiveTask, dataset: Any) -> tuple[dict[str, float], str | None, int]:
+    def _loss_metrics(self, task: ActiveTask, dataset: Any) -> tuple[dict[str, float], str | None, int]:
         """Return the metrics of the objective from its mean loss over all rows, its failure, number of batches."""
         objectives, max_tokens = self._placement.model.objectives, self._max_tokens()
-        objective, totals = objectives.of(run.name), None
+        objective, totals = objectives.of(task.name), None
         if objective.uses_totals or dataset[0].token_columns:
-            totals = batch_totals(TaskBatch(run.name, 0, 0, tuple(dataset[row] for row in range(len(dataset)))))
+            totals = batch_totals(TaskBatch(task.name, 0, 0, tuple(dataset[row] for row in range(len(dataset)))))
         sums: dict[int, tuple[float, int, list[float]]] = {}
         # A batch of several passes is packed better; if replicas share the rows, more batches are shared more evenly.
         limit = 8 * max_tokens if self._run.layout.num_replicas == 1 else max_tokens
-        for number, batch in self._own_batches(held_out_batches(run, dataset, limit, totals, is_as_trained=True)):
+        batches = held_out_batches(task, dataset, limit, totals, is_as_trained=True)
+        for number, batch in batches_of_replica(batches, self._run.replica, self._run.layout.num_replicas):
             micro_batches = self._collator.micro_batches([batch], max_tokens=max_tokens)
             result = self._placement.executor.forward_sums(micro_batches)
             self._run.processes.wait_for_device()
-            loss = result.losses[run.name].item()
+            loss = result.losses[task.name].item()
             if number is not None:
                 # Sums, not means, are exchanged: batches have unequal numbers of terms. If losses divide by totals,
                 # those are of all rows, and batches give parts of the mean already.
                 count = batch.num_targets if totals is None else 1
-                statistics = result.statistics.get(run.name, torch.zeros(0)) * count
+                statistics = result.statistics.get(task.name, torch.zeros(0)) * count
                 sums[number] = loss * count, count, statistics.tolist()
-        failures = self._of_replicas(objectives.take_failures().get(run.name))
-        losses, counts, parts = zip(*merged(self._of_replicas(sums)).values(), strict=True)
+        failures = self._run.of_replicas(objectives.take_failures().get(task.name))
+        losses, counts, parts = zip(*merged(self._run.of_replicas(sums)).values(), strict=True)
         terms = sum(counts) if totals is None else 1
         means = [sum(values) / terms for values in zip(*parts, strict=True)]
-        statistics = dict(zip(objectives.statistic_names(run.name), means, strict=True))
+        statistics = dict(zip(objectives.statistic_names(task.name), means, strict=True))
         return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None), len(losses)

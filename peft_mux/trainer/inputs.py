@@ -87,9 +87,10 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """
     callbacks = list(callbacks)
     faults = [
-        Fault("callbacks", shown(one), "a list of TrainerCallback objects or classes")
-        for one in callbacks
-        if not isinstance(one, TrainerCallback) and not (isinstance(one, type) and issubclass(one, TrainerCallback))
+        Fault("callbacks", shown(given), "a list of TrainerCallback objects or classes")
+        for given in callbacks
+        if not isinstance(given, TrainerCallback)
+        and not (isinstance(given, type) and issubclass(given, TrainerCallback))
     ]
     faults += event_faults(callbacks, "callbacks")
     if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):

@@ -124,12 +124,12 @@ class TrainingLoop:
     def _call_all(self, event: str, names: Iterable[str]) -> None:
         """Call an event of the run's callbacks, and of those of tasks that run."""
         self._run.callbacks.call(event)
-        for own in map(self._run.table.__getitem__, names):
-            if own.status is TaskStatus.RUNNING:
+        for task in map(self._run.table.__getitem__, names):
+            if task.status is TaskStatus.RUNNING:
                 # Trainer counts a step after `on_optimizer_step`.
-                own.state.global_step = own.step - (event == "on_optimizer_step")
-                self._run.log.callbacks[own.name].call(event)
-                own.state.global_step = own.step
+                task.state.global_step = task.step - (event == "on_optimizer_step")
+                self._run.log.callbacks[task.name].call(event)
+                task.state.global_step = task.step
 
     def take_window(self, num_steps: int) -> None:
         """Take several steps without flushing the pipeline between them; something is due only at the last one.
@@ -150,9 +150,9 @@ class TrainingLoop:
             """Step the tasks of a bucket; return all tasks that take no further step in the window."""
             run.processes.wait_for_device()
             alive = {name: loss for name, loss in losses.items() if name not in stopped}
-            found = table.update(alive, [norms[name] for name in alive])
-            outcomes[step].update(found)
-            stopped.update(name for name, one in found.items() if not one.is_stepped or one.rate_failure)
+            updated = table.update(alive, [norms[name] for name in alive])
+            outcomes[step].update(updated)
+            stopped.update(name for name, task in updated.items() if not task.is_stepped or task.rate_failure)
             return frozenset(stopped)
 
         run.is_updating = True
@@ -168,7 +168,7 @@ class TrainingLoop:
         run.is_updating = False
         seconds = (time.perf_counter() - started) / len(results)
         last = results[-1]
-        means = {name: sum(one.num_tokens[name] for one in results) // len(results) for name in last.num_tokens}
+        means = {name: sum(result.num_tokens[name] for result in results) // len(results) for name in last.num_tokens}
         self._last_step = self._plans.record_step(replace(last, num_tokens=means), seconds, num_steps=len(results))
 
     # ------------------------------------------------------------------ before a step
@@ -194,8 +194,8 @@ class TrainingLoop:
             replicas="" if target is None else str(target.layout),
             last_step_s=last.seconds,
             last_passes_s=last.passes_s,
-            num_commands=len(self.membership.queue.labels),
-            requests=self.membership.queue.callback_labels,
+            num_commands=len(self.membership.queue.labels()),
+            requests=self.membership.queue.labels(of_callbacks=True),
         )
         self._apply_endings(endings)
         # Each process has measured its own time, and all must make the same plan.
@@ -204,16 +204,16 @@ class TrainingLoop:
         self.membership.handle_changes()
         # Before it is known whether there is another step: a task that callbacks register takes it.
         self.call_task_events()
-        new = [own for own in run.table.running if own.name not in self._compared]
+        new = [task for task in run.table.running if task.name not in self._compared]
         if new and not run.processes.is_alone:
-            self._compared |= {own.name for own in new}
-            facts: dict[str, Any] = {own.name: task_settings(own) for own in new}
+            self._compared |= {task.name for task in new}
+            facts: dict[str, Any] = {task.name: task_settings(task) for task in new}
             # In other layouts processes hold different parts of the weights, which cannot be compared.
             if run.layout.is_data_parallel:
-                for own in new:
-                    parameters = self._placement.model.task_parameters(own.name)
+                for task in new:
+                    parameters = self._placement.model.task_parameters(task.name)
                     weights = {name: weight.data for name, weight in parameters.items()}
-                    facts[own.name]["initial weights (digest)"] = tensors_digest(weights)
+                    facts[task.name]["initial weights (digest)"] = tensors_digest(weights)
             require_consistent(run.processes, {"tasks": facts})
         takes_step = bool(run.table.running) and not wants_stop
         # After the endings of other processes, as tasks that come or go make a move pay.
@@ -224,11 +224,11 @@ class TrainingLoop:
     def _apply_endings(self, endings: Mapping[str, tuple[TaskStatus, str]]) -> None:
         """End the tasks here that have ended on another process, for the same reason."""
         for name, (status, reason) in endings.items():
-            run = self._run.table[name]
+            task = self._run.table[name]
             if status is TaskStatus.FAILED:
-                run.quarantine(reason)
+                task.quarantine(reason)
             else:
-                run.end(status, reason)
+                task.end(status, reason)
 
     def call_task_events(self) -> None:
         """Call the callbacks of tasks whose status has changed, and carry out their requests."""
@@ -238,9 +238,9 @@ class TrainingLoop:
     def call_step_begin(self) -> list[str]:
         """Call the callbacks of a step that begins; return the tasks that take it."""
         self._run.callbacks.call("on_step_begin")
-        for run in self._run.table.running:
-            self._run.log.callbacks[run.name].step_begins()
-        return [run.name for run in self._run.table.running]
+        for task in self._run.table.running:
+            self._run.log.callbacks[task.name].step_begins()
+        return [task.name for task in self._run.table.running]
 
     def num_steps_in_window(self) -> int:
         """Return how many steps are taken before all processes look at the run again, the same number on all."""
@@ -252,17 +252,20 @@ class TrainingLoop:
         if len(run.layout.replicas) > 1 or any(replica.tp > 1 for replica in run.layout.replicas):
             return 1
         tasks, control = run.table.running, run.control
-        callbacks = [*run.callbacks.handler.callbacks, *(one for own in tasks for one in own.task.callbacks)]
+        callbacks = [
+            *run.callbacks.handler.callbacks,
+            *(callback for task in tasks for callback in task.task.callbacks),
+        ]
         # A stream reads ahead of a single step.
-        has_streams = any(own.loader.steps_per_epoch is None for own in tasks)
+        has_streams = any(task.loader.steps_per_epoch is None for task in tasks)
         is_asked = control.should_log or control.should_evaluate or control.should_save
         num_steps = 1
         if not (has_streams or is_asked or any(map(hears_steps, callbacks))):
             num_due = steps_until_due(tasks, run.args, run.state.global_step, last_step_s=self._agreement.slowest_s)
             num_steps = min(num_due, executor.most_steps)
         # Callbacks may differ between processes, and ask for different things.
-        num_steps = min(one[0] for one in run.processes.exchange([num_steps]))
-        return num_steps if num_steps > 1 and executor.gains_by_windows([own.name for own in tasks]) else 1
+        num_steps = min(number for (number,) in run.processes.exchange([num_steps]))
+        return num_steps if num_steps > 1 and executor.gains_by_windows([task.name for task in tasks]) else 1
 
     # ------------------------------------------------------------------ after a step
 
@@ -300,8 +303,8 @@ class TrainingLoop:
             self.save()
         else:
             asking = {name for name in names if run.log.callbacks[name].control.should_save}
-            for own in run.saver.save_due_tasks(names, asking):
-                run.log.callbacks[own.name].call("on_save")
+            for task in run.saver.save_due_tasks(names, asking):
+                run.log.callbacks[task.name].call("on_save")
         run.log.advance()
         every = run.args.torch_empty_cache_steps
         if every and run.state.global_step % every == 0:
@@ -315,14 +318,14 @@ class TrainingLoop:
         run = self._run
         if run.processes.is_alone:
             return
-        requests = self.membership.queue.callback_labels
+        requests = self.membership.queue.labels(of_callbacks=True)
         endings, _ = self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False, requests=requests)
         self._apply_endings(endings)
-        controls = [run.control, *(run.log.callbacks[own.name].control for own in run.table.running)]
-        wishes = [(one, kind) for one in controls for kind in ("should_log", "should_evaluate", "should_save")]
-        asked = run.processes.exchange([int(getattr(one, kind)) for one, kind in wishes])
-        for (one, kind), own in zip(wishes, zip(*asked, strict=True), strict=True):
-            setattr(one, kind, any(own))
+        controls = [run.control, *(run.log.callbacks[task.name].control for task in run.table.running)]
+        wishes = [(control, kind) for control in controls for kind in ("should_log", "should_evaluate", "should_save")]
+        everywhere = run.processes.exchange([int(getattr(control, kind)) for control, kind in wishes])
+        for (control, kind), asks in zip(wishes, zip(*everywhere, strict=True), strict=True):
+            setattr(control, kind, any(asks))
 
     def save(self) -> None:
         """Save all tasks that have not ended, and call callbacks if that went well."""
@@ -343,30 +346,30 @@ LONGEST_WINDOW_S = 10.0
 
 
 def steps_until_due(
-    runs: Sequence[ActiveTask], args: MultiTaskTrainingArguments, global_step: int, *, last_step_s: float
+    tasks: Sequence[ActiveTask], args: MultiTaskTrainingArguments, global_step: int, *, last_step_s: float
 ) -> int:
     """Return after how many steps something is due: a log, an evaluation, a file, the end of a task, or a check.
 
     Args:
-        runs: the tasks that take the steps.
+        tasks: the tasks that take the steps.
         args: the arguments of the run.
         global_step: steps that the run has taken.
         last_step_s: seconds of the last step on the slowest process, the same on all processes; 0 if not known yet.
     """
-    found = [int(LONGEST_WINDOW_S / last_step_s) if last_step_s > 0 else 1]
+    due_after = [int(LONGEST_WINDOW_S / last_step_s) if last_step_s > 0 else 1]
     if args.logging_strategy != "no" and args.logging_first_step and global_step == 0:
-        found.append(1)
+        due_after.append(1)
     intervals = []  # each with the steps that were taken so far
     for strategy, interval in ((args.logging_strategy, args.logging_steps), (args.save_strategy, args.save_steps)):
         if strategy == "steps":
-            intervals.append((run_interval(interval, runs), global_step))
+            intervals.append((run_interval(interval, tasks), global_step))
         elif strategy == "epoch":
-            intervals += [(run.steps_per_epoch, run.step) for run in runs]
-    for run in runs:
-        found.append(run.num_steps - run.step)
-        intervals += [(run.save_every, run.step), (run.eval_every, run.step)]
-    found += [every - step % every for every, step in intervals if every > 0]
-    return max(1, min(found))
+            intervals += [(task.steps_per_epoch, task.step) for task in tasks]
+    for task in tasks:
+        due_after.append(task.num_steps - task.step)
+        intervals += [(task.save_every, task.step), (task.eval_every, task.step)]
+    due_after += [every - step % every for every, step in intervals if every > 0]
+    return max(1, min(due_after))
 
 
 @contextmanager

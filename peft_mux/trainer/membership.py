@@ -59,11 +59,12 @@ class Command(Future[Any]):
         self.label, self._queue = label, queue
         self._action: Callable[[], Any] | None = action
         self.is_of_callback = queue.is_owner
-        # The caller may keep the future for long, and the action holds tasks with their rows.
-        self.add_done_callback(lambda _: self._drop_action())
 
-    def _drop_action(self) -> None:
-        self._action = None
+        def drop_action(_: object) -> None:
+            self._action = None
+
+        # The caller may keep the future for long, and the action holds tasks with their rows.
+        self.add_done_callback(drop_action)
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Call a function when the command is done; what it raises is logged, and ends neither the run nor a thread."""
@@ -132,17 +133,8 @@ class CommandQueue:
         self._trains = False
         self._commands: deque[Command] = deque()
 
-    @property
-    def labels(self) -> list[str]:
-        """Waiting commands of other threads, in the order in which they were given."""
-        return self._labels(of_callbacks=False)
-
-    @property
-    def callback_labels(self) -> list[str]:
-        """Waiting commands of callbacks, in the order in which they were given."""
-        return self._labels(of_callbacks=True)
-
-    def _labels(self, *, of_callbacks: bool) -> list[str]:
+    def labels(self, *, of_callbacks: bool = False) -> list[str]:
+        """Return the waiting commands of other threads, or of callbacks, in the order in which they were given."""
         with self._free:
             waiting = [command for command in self._commands if not command.cancelled()]
         return [command.label for command in waiting if command.is_of_callback is of_callbacks]
@@ -309,7 +301,7 @@ class Membership:
         names = {task.name: None for task in tasks}
         with self._placement.lock:
             # A resumed run still shows tasks that were removed before; their names are free.
-            standing = [run.name for run in self._run.table if run.status is not TaskStatus.REMOVED]
+            standing = [task.name for task in self._run.table if task.status is not TaskStatus.REMOVED]
             check_task_names([task.name for task in tasks], [*standing, *self._arriving])
             resolved = resolve_tasks(tasks, self._run.args)
             self._placement.check(resolved)
@@ -350,24 +342,24 @@ class Membership:
         self._require_known(name)
 
         def act() -> None:
-            run = self.run_of(name)
-            if run.status.is_final:
-                raise ConfigError(f'task "{name}" has already ended ({run.status}).')
-            if is_paused and run.status is not TaskStatus.PAUSED:
-                run.status, run.reason = TaskStatus.PAUSED, ""
-            elif not is_paused and run.status is TaskStatus.PAUSED:
+            task = self.task_of(name)
+            if task.status.is_final:
+                raise ConfigError(f'task "{name}" has already ended ({task.status}).')
+            if is_paused and task.status is not TaskStatus.PAUSED:
+                task.status, task.reason = TaskStatus.PAUSED, ""
+            elif not is_paused and task.status is TaskStatus.PAUSED:
                 # One that was never started waits for a plan to admit it.
-                run.status = TaskStatus.WAITING if run.optimizer is None else TaskStatus.RUNNING
+                task.status = TaskStatus.WAITING if task.optimizer is None else TaskStatus.RUNNING
 
         return self.queue.give(f"{'pause' if is_paused else 'resume'} {name}", act)
 
-    def run_of(self, name: str) -> ActiveTask:
+    def task_of(self, name: str) -> ActiveTask:
         """Return a task by name; a `ConfigError` with the closest one if there is none."""
         self._require_known(name, arriving=False)
         return self._run.table[name]
 
     def _require_known(self, name: str, *, arriving: bool = True) -> None:
-        names = [run.name for run in self._run.table] + (sorted(self._arriving) if arriving else [])
+        names = [task.name for task in self._run.table] + (sorted(self._arriving) if arriving else [])
         if name not in names:
             raise ConfigError(
                 f'the task must be one of {", ".join(names)}, got "{name}". {closest(name, names)}'.rstrip()
@@ -390,7 +382,7 @@ class Membership:
         """
         shared: list[str] = []
         if has_commands:
-            everywhere = self._run.processes.gather(self.queue.labels)
+            everywhere = self._run.processes.gather(self.queue.labels())
             counts = Counter(everywhere[0])
             for labels in everywhere[1:]:
                 counts &= Counter(labels)
@@ -431,22 +423,22 @@ class Membership:
     def _add(self, runs: list[ActiveTask]) -> None:
         """Add checked tasks to the model and the table; they wait there until a plan admits them."""
         run = self._run
-        for active in runs:
-            if active.name in run.table:  # removed before this run was resumed
-                self._drop(active.name)
+        for task in runs:
+            if task.name in run.table:  # removed before this run was resumed
+                self._drop(task.name)
         # PEFT refuses some configurations only when it injects the adapter; then the others train on.
         self._placement.register(runs)
-        for active in runs:
-            run.table.runs[active.name] = active
-            run.saver.note_arrival(active.name)
-            run.callbacks.note_event("on_task_register", active)
+        for task in runs:
+            run.table.runs[task.name] = task
+            run.saver.note_arrival(task.name)
+            run.callbacks.note_event("on_task_register", task)
         if run.is_in_train:  # otherwise the tasks are described when training begins
             run.saver.attempt(lambda: describe_tasks(run.root, run.args, run.table, keeps=True))
 
     def _remove(self, name: str, save: bool) -> None:
         """Take a task out of every part that holds something of it, saving its adapter first if asked to."""
-        run, active = self._run, self.run_of(name)
-        if active.status is TaskStatus.REMOVED:  # before this run was resumed; its adapter is on the disk as it was
+        run, task = self._run, self.task_of(name)
+        if task.status is TaskStatus.REMOVED:  # before this run was resumed; its adapter is on the disk as it was
             self._drop(name)
             return
         # Saved before it is dropped: the saver reads the table and the model. Every process gets here.
@@ -455,15 +447,15 @@ class Membership:
                 f'the adapter of task "{name}" could not be written, so the task stays. Make its folder writable, or '
                 f'call remove_task("{name}", save=False), which discards the adapter.'
             )
-        if not active.status.is_final:
-            active.end(TaskStatus.REMOVED, "" if save else "not saved")
-        place = run.saver.place(active)
+        if not task.status.is_final:
+            task.end(TaskStatus.REMOVED, "" if save else "not saved")
+        place = run.saver.place(task)
         for observer in run.log.observers:
-            observer.on_task_remove(active, place)
+            observer.on_task_remove(task, place)
         self._drop(name)
-        run.saver.note_removed(active)
-        run.callbacks.note_event("on_task_remove", active, place)
-        run.log.event("status", task=name, step=active.step, status="removed")
+        run.saver.note_removed(task)
+        run.callbacks.note_event("on_task_remove", task, place)
+        run.log.event("status", task=name, step=task.step, status="removed")
 
     def _drop(self, name: str) -> None:
         del self._run.table.runs[name]
@@ -481,26 +473,26 @@ class Membership:
         run = self._run
         if run.saver.unsaved and run.saver.num_states != self._num_states_at_last_try:
             self._save_again()
-        changed = [(active, active.status) for active in run.table.collect()]
-        for active, status in changed:
+        changed = [(task, task.status) for task in run.table.collect()]
+        for task, status in changed:
             if not status.is_final:
-                run.log.status(active)
-                run.callbacks.note_status(active, run.saver.place(active))
+                run.log.status(task)
+                run.callbacks.note_status(task, run.saver.place(task))
                 continue
             # No log may come after this one, so the losses since the last one are logged now.
             if run.args.logging_strategy != "no":
-                run.log.losses([active])
+                run.log.losses([task])
             # Before it is saved, as the best adapter is the one to keep; a failed task keeps its last good one.
-            if active.best.value is not None and status is not TaskStatus.FAILED:
-                parameters = self._placement.model.task_parameters(active.name)
+            if task.best.value is not None and status is not TaskStatus.FAILED:
+                parameters = self._placement.model.task_parameters(task.name)
                 with torch.no_grad():
-                    for key, weight in active.best_weights.items():
+                    for key, weight in task.best_weights.items():
                         parameters[key].copy_(weight)
-            if failure := run.saver.save_ended(active):
-                self._fail_unsaved(active, failure)
+            if failure := run.saver.save_ended(task):
+                self._fail_unsaved(task, failure)
             elif run.saver.folder is not None and status is not TaskStatus.FAILED:
-                run.log.callbacks[active.name].call("on_save")
-            self._report_ending(active)
+                run.log.callbacks[task.name].call("on_save")
+            self._report_ending(task)
             if status is TaskStatus.FAILED and run.args.quarantine_policy == "stop":
                 run.control.should_training_stop = True
         # A task that has ended makes room for tasks that wait; other changes do not.
@@ -516,9 +508,9 @@ class Membership:
         for name, reason in self._run.processes.gather(failures)[0].items():
             if name not in failures and name in table:
                 unsaved[name] = None
-                active = table[name]
-                active.end(TaskStatus.FAILED, reason)
-                active.reported = active.status
+                task = table[name]
+                task.end(TaskStatus.FAILED, reason)
+                task.reported = task.status
 
     def _save_again(self) -> None:
         """Save the tasks whose adapters could not be written; those that now are have ended as they would have."""
@@ -526,27 +518,27 @@ class Membership:
         self._num_states_at_last_try = saver.num_states
         for name, ending in list(saver.unsaved.items()):
             if ending is not None:
-                active = table[name]
-                active.status, active.reason = ending  # its state is saved with these
-                if failure := saver.save_ended(active):
-                    self._fail_unsaved(active, failure)
+                task = table[name]
+                task.status, task.reason = ending  # its state is saved with these
+                if failure := saver.save_ended(task):
+                    self._fail_unsaved(task, failure)
                 else:
-                    self._report_ending(active)
+                    self._report_ending(task)
 
-    def _fail_unsaved(self, active: ActiveTask, failure: str) -> None:
+    def _fail_unsaved(self, task: ActiveTask, failure: str) -> None:
         """Mark a task as failed because its adapter could not be written, and report where its newest copy is."""
-        before = f"{active.reason}; " if active.status is TaskStatus.FAILED else ""
+        before = f"{task.reason}; " if task.status is TaskStatus.FAILED else ""
         folder = self._run.saver.folder
-        newest = None if folder is None else folder.newest_checkpoint(active.name)
+        newest = None if folder is None else folder.newest_checkpoint(task.name)
         copy = "There is no copy of it on the disk." if newest is None else f"Its newest copy is {newest}."
-        active.status = TaskStatus.FAILED
-        active.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
+        task.status = TaskStatus.FAILED
+        task.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
         self._num_states_at_last_try = self._run.saver.num_states
-        active.reported = active.status
+        task.reported = task.status
 
-    def _report_ending(self, active: ActiveTask) -> None:
-        self._run.log.status(active)
-        active.reported = active.status
-        self._run.callbacks.note_status(active, self._run.saver.place(active))
+    def _report_ending(self, task: ActiveTask) -> None:
+        self._run.log.status(task)
+        task.reported = task.status
+        self._run.callbacks.note_status(task, self._run.saver.place(task))
         for observer in self._run.log.observers:
-            observer.on_task_end(active)
+            observer.on_task_end(task)

@@ -85,7 +85,7 @@ class Opening:
             facts: dict[str, Any] = {
                 "version": {name: installed_version(name) or "not installed" for name in _PACKAGES},
                 "args": {**arguments, "resume_from_checkpoint": resume or None},
-                "tasks": {active.name: task_settings(active) for active in run.table},
+                "tasks": {task.name: task_settings(task) for task in run.table},
             }
             require_consistent(run.processes, facts)
         is_first = not resume and not self._has_trained and run.args.save_strategy != "no"
@@ -197,9 +197,9 @@ class Opening:
             # Records of a run that was killed before its first save are not part of this one.
             run.log.metrics.truncate_after(-1)
         # Drop the gradients of a step that was cut off: the step is taken again, from its beginning.
-        for active in run.table:
-            if active.optimizer is not None:
-                active.optimizer.zero_gradients()
+        for task in run.table:
+            if task.optimizer is not None:
+                task.optimizer.zero_gradients()
         self._has_trained = True
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
         plan = self._plans.replan(numerics)
@@ -219,17 +219,17 @@ class Opening:
                 initial weights are gone.
         """
         run, saver = self._run, self._run.saver
-        stepped = [active.name for active in run.table if active.step > 0]
-        for active in run.table:
+        stepped = [task.name for task in run.table if task.step > 0]
+        for task in run.table:
             if self._has_trained:  # forget everything but the weights, before a state is loaded
-                active.end(TaskStatus.WAITING)
-                active.step, active.num_tokens, active.best_weights = 0, 0, {}
-                active.best, active.loss_mean = BestMetric(active.task, active.hyper), LossMean()
-                active.last_loss = active.last_gradient_norm = active.last_learning_rate = float("nan")
-                active.state = new_state(active.hyper, run.args, active.num_steps, active.loader.steps_per_epoch)
+                task.end(TaskStatus.WAITING)
+                task.step, task.num_tokens, task.best_weights = 0, 0, {}
+                task.best, task.loss_mean = BestMetric(task.task, task.hyper), LossMean()
+                task.last_loss = task.last_gradient_norm = task.last_learning_rate = float("nan")
+                task.state = new_state(task.hyper, run.args, task.num_steps, task.loader.steps_per_epoch)
             # A state is read into an optimizer, so every task needs one first.
-            if active.status is TaskStatus.WAITING:
-                self._placement.start(active)
+            if task.status is TaskStatus.WAITING:
+                self._placement.start(task)
         folder = saver.folder
         if folder is None or root != folder.root:
             folder = open_other_folder(root, self._placement.model, is_writer=saver.is_writer, fingerprint=backbone)
@@ -259,11 +259,11 @@ class Opening:
         run.log.begin_rows(*run.table)
         # The initial status of tasks is not a change to report.
         run.table.collect()
-        for active in run.table:
-            active.train_loss = LossMean()
+        for task in run.table:
+            task.train_loss = LossMean()
         run.state.logging_steps = run_interval(run.args.logging_steps, run.table)
-        run.state.max_steps = max((active.num_steps for active in run.table), default=0)
-        run.state.num_train_epochs = max((active.state.num_train_epochs for active in run.table), default=0)
+        run.state.max_steps = max((task.num_steps for task in run.table), default=0)
+        run.state.num_train_epochs = max((task.state.num_train_epochs for task in run.table), default=0)
         run.callbacks.call("on_train_begin")
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_begin")

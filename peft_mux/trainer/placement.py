@@ -122,7 +122,7 @@ class Placement:
         Raises:
             ConfigError: naming what PEFT refuses only when it injects the adapter; then none is added.
         """
-        tasks = [run.resolved for run in runs]
+        tasks = [task.resolved for task in runs]
         with self.lock:
             # The outline first: PEFT refuses there, before the part that trains is touched.
             if self.outline is not self.model:
@@ -183,8 +183,8 @@ class Placement:
             self.part.close()
             self.model = self.outline = None
             # Every reference to the weights must go, or two models would have to fit into memory.
-            for run in self._run.table:
-                run.optimizer = run.last_good = None
+            for task in self._run.table:
+                task.optimizer = task.last_good = None
             self.on_change()
             gc.collect()  # hooks and their modules refer to one another
         self.part, self._run.layout = part, part.layout

@@ -56,6 +56,15 @@ class Run:
         """Folder of the run."""
         return output_folder(self.args)
 
+    @property
+    def replica(self) -> int:
+        """Number of the replica that this process is part of, from 0."""
+        return self.layout.place(self.processes.rank).replica
+
+    def of_replicas(self, value: Any) -> list[Any]:
+        """Gather a value from all processes if replicas share the rows; else return this one's."""
+        return self.processes.gather(value) if self.layout.num_replicas > 1 else [value]
+
 
 def make_run(callbacks: RunCallbacks, table: TaskTable, layout: ParallelLayout) -> Run:
     """Return a run that has not begun.

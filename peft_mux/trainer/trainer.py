@@ -191,7 +191,7 @@ class MultiTaskTrainer(Trainer):
             return make_active_tasks(tasks, run_args, source.tokenizer, source.config, eval_prompts)
 
         self.table = TaskTable(make_tasks(resolved))
-        described = source.describe([run.resolved for run in self.table])
+        described = source.describe([task.resolved for task in self.table])
         with trainer_constructor(run_args, output_folder(run_args)):
             super().__init__(
                 model=described,
@@ -277,12 +277,12 @@ class MultiTaskTrainer(Trainer):
     @property
     def task_states(self) -> dict[str, TrainerState]:
         """State of each task as Trainer keeps it: `global_step`, `epoch`, `log_history`."""
-        return {run.name: run.state for run in self.table}
+        return {task.name: task.state for task in self.table}
 
     @property
     def task_statuses(self) -> dict[str, TaskStatus]:
         """Status of each task."""
-        return {run.name: run.status for run in self.table}
+        return {task.name: task.status for task in self.table}
 
     @property
     def pass_reports(self) -> tuple[PassReport, ...]:
@@ -313,7 +313,7 @@ class MultiTaskTrainer(Trainer):
 
     def adapter_folder(self, task: str) -> Path | None:
         """Return the folder with a task's current adapter; `None` if the disk has none, or an older one."""
-        return self._run.saver.place(self._membership.run_of(task))
+        return self._run.saver.place(self._membership.task_of(task))
 
     def show(self) -> None:
         """Show the present state of the run: a table in a terminal; in a notebook with its curves, also after a reload.
@@ -446,7 +446,7 @@ class MultiTaskTrainer(Trainer):
         with self._session(resume_from_checkpoint):
             while self._loop.step():
                 pass
-        failed = [f"{own.name} ({own.reason})" for own in self.table if own.status is TaskStatus.FAILED]
+        failed = [f"{task.name} ({task.reason})" for task in self.table if task.status is TaskStatus.FAILED]
         if failed and self.args.raise_on_failure:
             raise TaskFailedError(f"tasks failed: {', '.join(failed)}. All others have ended and are saved.")
         return self._output
@@ -535,13 +535,13 @@ class MultiTaskTrainer(Trainer):
 
         def evaluate() -> dict[str, float]:
             self._placement.load()
-            held_out = [run for run in self.table if run.eval_data]
-            runs = held_out if task is None else [self._membership.run_of(task)]
+            held_out = [active for active in self.table if active.eval_data]
+            runs = held_out if task is None else [self._membership.task_of(task)]
             judges = self._complete(runs, logs=False) if rows is None else {}
             return {
-                f"{run.name}/{key}": value
-                for run in runs
-                for key, value in self._evaluator.metrics(run, judges.get(run.name), rows).items()
+                f"{active.name}/{key}": value
+                for active in runs
+                for key, value in self._evaluator.metrics(active, judges.get(active.name), rows).items()
             }
 
         return self._membership.queue.ask("evaluate" if task is None else f"evaluate {task}", evaluate)
@@ -562,8 +562,8 @@ class MultiTaskTrainer(Trainer):
             ConfigError: for a name that no task has, or a task whose loss has no logits.
             DataError: if rows cannot be read, or are left out, so that predictions would not fit the rows.
         """
-        run = self._membership.run_of(task)
-        if not run.resolved.objective.has_logits:
+        active = self._membership.task_of(task)
+        if not active.resolved.objective.has_logits:
             raise ConfigError(f"tasks.{task}.objective must be one of rows with labels, to predict. Use evaluate().")
         data = self._read(task, test_dataset, "test_dataset")
         if len(data) != data.report.num_rows:
@@ -573,16 +573,16 @@ class MultiTaskTrainer(Trainer):
 
         def predict() -> PredictionOutput:
             self._placement.load()
-            return self._evaluator.predict(run, data, metric_key_prefix)
+            return self._evaluator.predict(active, data, metric_key_prefix)
 
         return self._membership.queue.ask(f"predict {task}", predict)
 
     def _read(self, task: str, rows: Any, field: str) -> TokenizedDataset:
         """Return the tokens of further rows of a task."""
-        run = self._membership.run_of(task)
-        rows, faults = opened_rows(run.task, rows, field, f"tasks.{task}")
+        active = self._membership.task_of(task)
+        rows, faults = opened_rows(active.task, rows, field, f"tasks.{task}")
         raise_faults(faults)
-        return read_held_out(run.resolved, rows, run.held_out_options, self._placement.source.tokenizer, field)[1]
+        return read_held_out(active.resolved, rows, active.held_out_options, self._placement.source.tokenizer, field)[1]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter with its card, each at the root of its sub-folder, loadable by plain PEFT."""
@@ -590,12 +590,12 @@ class MultiTaskTrainer(Trainer):
         def save() -> None:
             self._placement.load()
             folder, saver = Path(output_dir or self._run.root), self._run.saver
-            for run in self.table:
+            for task in self.table:
                 # On every process: if each holds a part of the adapter, the writer needs all of them.
-                weights = saver.full_weights(run)
+                weights = saver.full_weights(task)
                 if saver.is_writer:
-                    RunFolder(folder, self._placement.model).save_adapter(run.name, weights)
-                    self._reporter.write_task_files(run, folder / run.name)
+                    RunFolder(folder, self._placement.model).save_adapter(task.name, weights)
+                    self._reporter.write_task_files(task, folder / task.name)
 
         self._membership.queue.ask("save_model", save)
 
@@ -611,8 +611,8 @@ class MultiTaskTrainer(Trainer):
 
         def load() -> None:
             self._placement.load()
-            for run in self.table:
-                self.model.begin_from(run.name, Path(folder) / run.name)
+            for task in self.table:
+                self.model.begin_from(task.name, Path(folder) / task.name)
 
         self._membership.queue.ask("load_adapters", load)
 
@@ -627,15 +627,15 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: for a task that does not exist or is not trained, or if the Hub refuses.
         """
-        run, saver = self._membership.run_of(task), self._run.saver
-        check_push(run, repo_id, options)
+        active, saver = self._membership.task_of(task), self._run.saver
+        check_push(active, repo_id, options)
 
         def push() -> Any:
-            weights = saver.full_weights(run)  # on every process, though one of them writes
+            weights = saver.full_weights(active)  # on every process, though one of them writes
             if not saver.is_writer:
                 return None
-            own = {"folder": saver.place(run), "num_tasks": len(list(self.table))}
-            return push_task(self._placement.model, run, weights, repo_id, options, **own)
+            facts = {"folder": saver.place(active), "num_tasks": len(list(self.table))}
+            return push_task(self._placement.model, active, weights, repo_id, options, **facts)
 
         return self._membership.queue.ask(f"push_to_hub {task}", push)
 

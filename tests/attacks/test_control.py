@@ -143,7 +143,7 @@ def test_rows_that_never_come_hold_up_neither_a_run_nor_the_requests_of_others(
                 ask(tmp_path, _asks(command="add", file="exits"), 2)
                 answers.append(ask(tmp_path, _asks(command="resume", task="one"), 3))
                 until = time.monotonic() + 20
-                while not trainer._membership.queue.labels and time.monotonic() < until:
+                while not trainer._membership.queue.labels() and time.monotonic() < until:
                     time.sleep(0.01)
 
     trainer = attacks.make_trainer(two_tasks(), tmp_path)

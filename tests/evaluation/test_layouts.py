@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.trainer.evaluation import own_batches
+from peft_mux.trainer.evaluation import batches_of_replica
 from tests.engine.processes.cases import launch, values
 from tests.evaluation import layout_cases as cases
 from tests.evaluation.layout_cases import Measured
@@ -106,7 +106,7 @@ def test_every_batch_is_evaluated_by_one_replica_and_all_have_equally_many_passe
     num_batches: int, num_replicas: int
 ) -> None:
     batches: Any = [f"batch {number}" for number in range(num_batches)]
-    shares = [list(own_batches(batches, replica, num_replicas)) for replica in range(num_replicas)]
+    shares = [list(batches_of_replica(batches, replica, num_replicas)) for replica in range(num_replicas)]
     own = [(number, batch) for share in shares for number, batch in share if number is not None]
     assert sorted(own) == list(enumerate(batches))
     assert {len(share) for share in shares} == {-(-num_batches // num_replicas)}

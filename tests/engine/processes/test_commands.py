@@ -46,10 +46,10 @@ def test_commands_are_taken_in_the_order_that_is_asked_for_and_as_often_as_they_
     with queue.training(lambda failed: False):
         queue.give("own", lambda: None)  # as a callback gives it
         in_a_thread(lambda: [queue.give(label, lambda: None) for label in ("a", "b", "a", "c")])
-        assert queue.labels == ["a", "b", "a", "c"]
+        assert queue.labels() == ["a", "b", "a", "c"]
         assert [command.label for command in queue.take(())] == ["own"]
         assert [command.label for command in queue.take(["b", "a", "a"])] == ["b", "a", "a"]
-        assert queue.labels == ["c"]
+        assert queue.labels() == ["c"]
 
 
 @pytest.mark.parametrize("end", ["done", "refused", "cancelled", "left"])
