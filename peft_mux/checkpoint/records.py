@@ -200,6 +200,14 @@ class ChangedSettingsError(CheckpointError):
 
 def task_state(task: ActiveTask) -> dict[str, Any]:
     """Return where a task stands as JSON, without its optimizer."""
+    callbacks: list[tuple[str, dict[str, Any]]] = []
+    for callback in task.task.callbacks:
+        attributes: dict[str, Any] = {}
+        if isinstance(callback, ExportableState):
+            # Attributes that cannot be saved are left out.
+            with suppress(UserCodeError), guard_user_code(task.name, "callback"):
+                attributes = json.loads(json.dumps(callback.state()["attributes"]))
+        callbacks.append((type(callback).__name__, attributes))
     return {
         "settings": task_settings(task),
         "step": task.step,
@@ -209,25 +217,13 @@ def task_state(task: ActiveTask) -> dict[str, Any]:
         "last_loss": str(task.last_loss),
         "loss_mean": [task.loss_mean.total, task.loss_mean.count],
         "best": task.best.state(),
-        "callbacks": _callback_states(task),
+        "callbacks": callbacks,
         "trainer_state": {
             "global_step": task.state.global_step,
             "epoch": task.state.epoch,
             "log_history": task.state.log_history,
         },
     }
-
-
-def _callback_states(task: ActiveTask) -> list[tuple[str, dict[str, Any]]]:
-    """Return class and attributes of each stateful callback of a task; no attributes if they cannot be saved."""
-    states: list[tuple[str, dict[str, Any]]] = []
-    for callback in task.task.callbacks:
-        attributes: dict[str, Any] = {}
-        if isinstance(callback, ExportableState):
-            with suppress(UserCodeError), guard_user_code(task.name, "callback"):
-                attributes = json.loads(json.dumps(callback.state()["attributes"]))
-        states.append((type(callback).__name__, attributes))
-    return states
 
 
 def restore_callbacks(task: ActiveTask, states: list[tuple[str, dict[str, Any]]]) -> None:

@@ -45,14 +45,14 @@ class RunTimes:
         self._tokens: dict[str, int] = {}
         self._first: dict[str, int] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._own_seconds: defaultdict[str, float] = defaultdict(float)
+        self._share_s: defaultdict[str, float] = defaultdict(float)
         # Seconds and number of the first steps under a plan, and of the later ones.
         self._first_steps = self._later_steps = (0.0, 0)
         self._plan: Plan | None = None
         self._num_plan_steps, self._most_followed = 0, (0, 0)
         self.followed: tuple[Plan | None, StepTimes] | None = None
         # Seconds of each task's own code by kind, and the total at which its user was last warned.
-        self._own_code_s: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._user_code_s: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._warned_s: dict[str, float] = {}
 
     # ------------------------------------------------------------------ tasks
@@ -65,7 +65,7 @@ class RunTimes:
         self._tokens = {task.name: task.num_tokens for task in tasks}
         self._first = dict(self._steps)
         self._seconds.clear()
-        self._own_seconds.clear()
+        self._share_s.clear()
 
     def advance(self, tasks: Iterable[Any]) -> None:
         """Count a step, or several, with everything since the last one, for the tasks that have taken it."""
@@ -78,7 +78,7 @@ class RunTimes:
             self._steps[task.name], self._tokens[task.name] = task.step, task.num_tokens
         total = sum(tokens.values())
         for name, task_tokens in tokens.items():
-            self._own_seconds[name] += (now - self._last_s) * (task_tokens / total if total else 1 / len(tokens))
+            self._share_s[name] += (now - self._last_s) * (task_tokens / total if total else 1 / len(tokens))
         self._last_s = now
 
     def seconds(self, name: str) -> float:
@@ -92,8 +92,8 @@ class RunTimes:
 
     def share(self, name: str) -> float | None:
         """Return a task's share of the seconds of all steps since training began here; `None` before the first."""
-        total_s = sum(self._own_seconds.values())
-        return self._own_seconds.get(name, 0.0) / total_s if total_s else None
+        total_s = sum(self._share_s.values())
+        return self._share_s.get(name, 0.0) / total_s if total_s else None
 
     def num_steps(self, task: Any) -> int:
         """Return how many steps a task has taken since its training began here."""
@@ -133,7 +133,7 @@ class RunTimes:
 
     # ------------------------------------------------------------------ own code of tasks
 
-    def add_own_code(self, task: str, what: str, seconds: float) -> float | None:
+    def add_user_code(self, task: str, what: str, seconds: float) -> float | None:
         """Count a call of a task's own code: its callbacks, its metrics, its loss, or waiting for its rows.
 
         Returns:
@@ -141,8 +141,8 @@ class RunTimes:
             `CALL_LIMIT_S`, or all of them more than `SHARE_LIMIT` of the run; then again each time the total has
             doubled. Otherwise `None`.
         """
-        self._own_code_s[task][what] += seconds  # type: ignore[assignment]
-        total_s = sum(self._own_code_s[task].values())
+        self._user_code_s[task][what] += seconds  # type: ignore[assignment]
+        total_s = sum(self._user_code_s[task].values())
         # First, because it avoids reading the clock at nearly every call.
         if total_s < max(CALL_LIMIT_S, 2 * self._warned_s.get(task, 0.0)):
             return None
@@ -151,15 +151,15 @@ class RunTimes:
         self._warned_s[task] = total_s
         return total_s
 
-    def own_code_s(self) -> dict[str, dict[str, float]]:
+    def user_code_s(self) -> dict[str, dict[str, float]]:
         """Return the seconds of each task's own code by kind, for tasks whose own code took `CALL_LIMIT_S` or more."""
         return {
-            task: dict(seconds) for task, seconds in self._own_code_s.items() if sum(seconds.values()) >= CALL_LIMIT_S
+            task: dict(seconds) for task, seconds in self._user_code_s.items() if sum(seconds.values()) >= CALL_LIMIT_S
         }
 
-    def forget_own_code(self, task: str) -> None:
+    def forget_user_code(self, task: str) -> None:
         """Drop what was counted for a task that leaves."""
-        self._own_code_s.pop(task, None)
+        self._user_code_s.pop(task, None)
         self._warned_s.pop(task, None)
 
 

@@ -92,24 +92,24 @@ class RunLog:
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
         """Pass a task's numbers to its own callbacks from now on."""
         self.callbacks[task] = callbacks
-        callbacks.listener, callbacks.observers = self.note_own_code, self.observers
+        callbacks.listener, callbacks.observers = self.note_user_code, self.observers
 
     def drop_callbacks(self, task: str) -> None:
         """Stop calling the callbacks of a task that has left."""
         self.callbacks.pop(task, None)
-        self.record_own_code([task])
-        self.times.forget_own_code(task)
+        self.record_user_code([task])
+        self.times.forget_user_code(task)
 
-    def note_own_code(self, task: str, what: str, seconds: float) -> None:
+    def note_user_code(self, task: str, what: str, seconds: float) -> None:
         """Count a call of a task's own code (as its `Listener`), and warn if the other tasks wait long for it."""
-        total_s = self.times.add_own_code(task, what, seconds)
+        total_s = self.times.add_user_code(task, what, seconds)
         if total_s is not None:
             self.event("delay", task=task, what=what, seconds=seconds, total_s=total_s)
             self.warn(f"{task}: its {what} made the other tasks wait for {seconds:.1f} s ({total_s:.1f} s in all)")
 
-    def record_own_code(self, tasks: Iterable[str] | None = None) -> None:
+    def record_user_code(self, tasks: Iterable[str] | None = None) -> None:
         """Record the seconds of the own code of tasks (by default of all), if they are 1 or more for a task."""
-        for task, spent_s in self.times.own_code_s().items():
+        for task, spent_s in self.times.user_code_s().items():
             if tasks is None or task in tasks:
                 seconds = {f"{kind}_s": seconds for kind, seconds in spent_s.items()}
                 self.event("delay_total", task=task, total_s=sum(spent_s.values()), **seconds)
@@ -295,11 +295,8 @@ class RunLog:
     def step_rows(self, runs: Iterable[ActiveTask]) -> None:
         """Warn of each stream that has left out or cut its first row."""
         for task in runs:
-            if (
-                task.loader.steps_per_epoch is None
-                and task.loader not in self._warned_rows
-                and task.loader.report.remarks
-            ):
+            is_stream = task.loader.steps_per_epoch is None
+            if is_stream and task.loader not in self._warned_rows and task.loader.report.remarks:
                 self._warned_rows.add(task.loader)
                 self._write_rows(task, "train_dataset", task.loader.report)
                 self.warn(task.loader.report.warning)

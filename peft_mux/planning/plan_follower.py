@@ -54,7 +54,7 @@ class PlanFollower:
         self.current: Plan | None = None
         self._run, self._placement = run, placement
         # Rows that were read early belong to their tasks, and outlive a plan.
-        self.ahead = BatchesAhead(run.log.note_own_code)
+        self.ahead = BatchesAhead(run.log.note_user_code)
         self._steps: StepSource | None = None
         self._looked_at = 0
         self._rates: ReplicaRates | None = None

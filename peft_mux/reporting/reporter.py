@@ -205,7 +205,7 @@ class Reporter(Observer):
         if parts:
             run.log.say(f"prefix sharing: {', '.join(parts)}")
         run.log.end_rows(run.table)
-        run.log.record_own_code()
+        run.log.record_user_code()
         for record in self.records if len(self.records) > 1 else ():
             run.log.event("rank", **record._asdict())
         run.callbacks.log({name if "/" in name else f"run/{name}": value for name, value in metrics.items()})
@@ -224,11 +224,11 @@ class Reporter(Observer):
         """Write the files of the run and of its tasks, and print its report; all processes call this."""
         run, followed = self._run, self._run.log.times.followed
         passes = () if followed is None else followed[1].passes
-        own_passes = tuple(
+        passes_here = tuple(
             (tuple(dict.fromkeys(part.task for rows in timed.passes for part in rows)), timed.seconds)
             for timed in passes
         )
-        gathered = run.processes.gather(own_passes)
+        gathered = run.processes.gather(passes_here)
         steps = tuple(MeasuredStep(rank, run.layout.place(rank).stage, task) for rank, task in enumerate(gathered))
         num_tasks = sum(1 for _ in run.table)
         if num_tasks >= _MANY and run.saver.folder is not None:

@@ -352,14 +352,14 @@ class TaskEvaluator:
         parts: list[tuple[dict[str, float], dict[str, float]]] = []
         try:
             for prefix, data in task.eval_data.items():
-                parts.append(self._timed(task, data, prefix, judge, log.note_own_code))
+                parts.append(self._timed(task, data, prefix, judge, log.note_user_code))
             metrics = {key: value for part, _ in parts for key, value in part.items()}
             # As in Trainer, an evaluation before the first step does not count for the best one.
             is_best = task.step > 0 and best.update(metrics, task.step)
         except Exception as error:
             # Everything in an evaluation except this task's own functions serves all tasks, so a fault there is ours.
-            is_own = task.task.has_own_metrics and not isinstance(error, ProcessError)
-            if not is_own and not isinstance(error, MetricsError | ConfigError):
+            may_be_of_user = task.task.has_own_metrics and not isinstance(error, ProcessError)
+            if not may_be_of_user and not isinstance(error, MetricsError | ConfigError):
                 raise
             log_warning(_logger, f'the evaluation of task "{task.name}" failed', error)
             reason = str(error) if isinstance(error, MetricsError) else describe_error(error)

@@ -281,10 +281,10 @@ class TrainingLoop:
             # A task that failed in this step was not stepped.
             if run.table[name].status is TaskStatus.RUNNING:
                 run.log.callbacks[name].step_ends()
-        own_seconds = self._placement.model.objectives.own_seconds
-        for name, seconds in own_seconds.items():
-            run.log.note_own_code(name, "objective", seconds)
-        own_seconds.clear()
+        seconds_by_task = self._placement.model.objectives.own_seconds
+        for name, seconds in seconds_by_task.items():
+            run.log.note_user_code(name, "objective", seconds)
+        seconds_by_task.clear()
         # Before evaluating: replicas share the held-out rows, so all must evaluate the same tasks.
         self._agree_on_requests()
         run.log.losses_if_due(run.args, run.control)

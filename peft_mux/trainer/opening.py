@@ -38,7 +38,7 @@ from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run, RunPlans
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
-_OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
+_ARGUMENTS_OF_ONE_PROCESS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
 """Arguments that may differ between processes."""
 
 
@@ -81,7 +81,9 @@ class Opening:
         # Before anything is loaded: unequal settings are reported in seconds, and could hang the run later on.
         if not run.processes.is_alone:
             # The argument of `train` takes precedence over that of the run, which has the same name.
-            arguments = {key: value for key, value in run.args.to_dict().items() if key not in _OWN_ARGUMENTS}
+            arguments = {
+                key: value for key, value in run.args.to_dict().items() if key not in _ARGUMENTS_OF_ONE_PROCESS
+            }
             facts: dict[str, Any] = {
                 "version": {name: installed_version(name) or "not installed" for name in _PACKAGES},
                 "args": {**arguments, "resume_from_checkpoint": resume or None},

@@ -144,8 +144,8 @@ class Placement:
         self.make_optimizer(task)
         task.status, task.reason = TaskStatus.RUNNING, ""
         mark_main_process(task.state, self._run.args)
-        own_args = task_arguments(task.hyper, self._run.args)
-        callbacks = TaskCallbacks(task, own_args, self.model, self.source.tokenizer)
+        args = task_arguments(task.hyper, self._run.args)
+        callbacks = TaskCallbacks(task, args, self.model, self.source.tokenizer)
         self._run.log.add_callbacks(task.name, callbacks)
         # Before training, `Opening` calls it for all tasks; this one comes later.
         if self._run.is_in_train:

@@ -228,7 +228,7 @@ class MultiTaskTrainer(Trainer):
         # Cards first, which uploads take along.
         run.log.observers += [self._reporter]
         if run_args.report_per_task:
-            run.log.observers += [LoggerRuns(run.log.note_own_code)]
+            run.log.observers += [LoggerRuns(run.log.note_user_code)]
         if run_args.push_to_hub and run.saver.is_writer:
             run.log.observers += [HubPushes(run_args, run.root, run.log.warn)]
         if run_args.upload_to and run.saver.is_writer:

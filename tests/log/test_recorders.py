@@ -21,7 +21,7 @@ def warned_totals(clock: Clock, times: RunTimes, seconds: float, *, calls: int, 
     totals = []
     for _ in range(calls):
         clock.now_s += max(seconds, every_s)
-        totals.append(times.add_own_code("slow", "callback", seconds))
+        totals.append(times.add_user_code("slow", "callback", seconds))
     return [total for total in totals if total is not None]
 
 
@@ -66,14 +66,14 @@ def test_a_task_is_reported_each_time_its_total_has_doubled() -> None:
 
 def test_totals_name_each_kind_and_leave_out_tasks_that_cost_little() -> None:
     times = RunTimes(Clock())
-    times.add_own_code("slow", "callback", 2.0)
-    times.add_own_code("slow", "train_dataset", 3.0)
-    times.add_own_code("quick", "callback", CALL_LIMIT_S / 2)
-    assert times.own_code_s() == {"slow": {"callback": 2.0, "train_dataset": 3.0}}
-    times.forget_own_code("slow")
-    times.forget_own_code("slow")
-    assert times.own_code_s() == {}
-    assert times.add_own_code("slow", "callback", 1.5) == 1.5, "another task of this name begins again"
+    times.add_user_code("slow", "callback", 2.0)
+    times.add_user_code("slow", "train_dataset", 3.0)
+    times.add_user_code("quick", "callback", CALL_LIMIT_S / 2)
+    assert times.user_code_s() == {"slow": {"callback": 2.0, "train_dataset": 3.0}}
+    times.forget_user_code("slow")
+    times.forget_user_code("slow")
+    assert times.user_code_s() == {}
+    assert times.add_user_code("slow", "callback", 1.5) == 1.5, "another task of this name begins again"
 
 
 # ------------------------------------------------------------------------ passes
