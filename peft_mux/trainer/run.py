@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.saver import Saver
@@ -20,36 +19,34 @@ from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 
 
-@dataclass
 class Run:
     """The state of a run that all parts share; each part keeps the rest of the state itself.
 
+    Args:
+        callbacks: the run's own callbacks, with its arguments, its state and its control.
+        table: all tasks, with the state of each.
+        layout: which process makes up which replica; a move to other replicas changes it.
+
     Attributes:
         args: the arguments that the trainer was given.
-        table: all tasks, with the state of each.
         state: the run's own `TrainerState`; its `global_step` counts steps of the run, not of a task.
         control: what callbacks ask of the run.
-        callbacks: the run's own callbacks, called with `state` and `control`.
         log: takes every number and event.
         saver: writes adapters and states.
         processes: all processes of the run. They build the same trainer over the same tasks and agree on each step.
-        layout: which process makes up which replica; a move to other replicas changes it.
         is_in_train: whether `train` is between its first and its last step.
         is_updating: whether tasks are being updated. If a step was cut off meanwhile, some tasks have taken it and
             others have not, so that training can only resume from a saved state.
     """
 
-    args: MultiTaskTrainingArguments
-    table: TaskTable
-    state: TrainerState
-    control: TrainerControl
-    callbacks: RunCallbacks
-    log: RunLog
-    saver: Saver
-    processes: Processes
-    layout: ParallelLayout
-    is_in_train: bool = False
-    is_updating: bool = False
+    def __init__(self, callbacks: RunCallbacks, table: TaskTable, layout: ParallelLayout) -> None:
+        self.callbacks, self.table, self.layout = callbacks, table, layout
+        self.args, self.state, self.control = callbacks.args, callbacks.state, callbacks.control
+        self.processes = Processes.of(self.args)
+        is_quiet = self.args.log_level in ("warning", "error", "critical")
+        self.log = RunLog(table, self.state, callbacks.log, is_shown=self.processes.is_main, is_quiet=is_quiet)
+        self.saver = Saver(table, self.args, self.log, is_writer=self.processes.is_main)
+        self.is_in_train = self.is_updating = False
 
     @property
     def root(self) -> Path:
@@ -64,22 +61,6 @@ class Run:
     def of_replicas(self, value: Any) -> list[Any]:
         """Gather a value from all processes if replicas share the rows; else return this one's."""
         return self.processes.gather(value) if self.layout.num_replicas > 1 else [value]
-
-
-def make_run(callbacks: RunCallbacks, table: TaskTable, layout: ParallelLayout) -> Run:
-    """Return a run that has not begun.
-
-    Args:
-        callbacks: the run's own callbacks, with its arguments, its state and its control.
-        table: all tasks.
-        layout: which process makes up which replica.
-    """
-    args, state = callbacks.args, callbacks.state
-    processes = Processes.of(args)
-    is_quiet = args.log_level in ("warning", "error", "critical")
-    log = RunLog(table, state, callbacks.log, is_shown=processes.is_main, is_quiet=is_quiet)
-    saver = Saver(table, args, log, is_writer=processes.is_main)
-    return Run(args, table, state, callbacks.control, callbacks, log, saver, processes, layout)
 
 
 def output_folder(args: MultiTaskTrainingArguments) -> Path:

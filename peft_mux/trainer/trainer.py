@@ -94,7 +94,7 @@ from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import make_run, mark_main_process, output_folder
+from peft_mux.trainer.run import Run, mark_main_process, output_folder
 from peft_mux.user_code import watching_model
 
 WORKING = frozenset(
@@ -209,7 +209,7 @@ class MultiTaskTrainer(Trainer):
         mark_main_process(self.state, run_args)
 
         layout = layout_of(run_args)
-        run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table, layout)
+        run = Run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table, layout)
         if layout.is_tensor_parallel and (warning := network_warning(layout)):
             run.log.warn(warning)
         placement = Placement(run, source, described, _part_of)
@@ -222,8 +222,7 @@ class MultiTaskTrainer(Trainer):
         self._complete = HeldOutCompletions(run, placement, plans.max_tokens)
         self._evaluator = TaskEvaluator(run, placement, plans.max_tokens, collator, self._complete)
         self._membership = Membership(run, placement, plans, make_tasks)
-        parts = self._membership, self._evaluator, relocation.move_if_asked
-        self._loop = TrainingLoop(run, placement, plans, *parts)
+        self._loop = TrainingLoop(run, placement, plans, self._membership, self._evaluator, relocation.move_if_asked)
         self.control_channel, self._reporter = Control(run, self._membership), Reporter(run, placement, plans)
         # Cards first, which uploads take along.
         run.log.observers += [self._reporter]

@@ -16,7 +16,6 @@ from peft_mux.log.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.log.lines import Progress
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.task import Task, TaskStatus
-from peft_mux.trainer import run as run_module
 from peft_mux.trainer.run import Run
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
@@ -41,9 +40,7 @@ def make_run(folder: Path, names: Sequence[str] = ("a", "b"), **arguments: Any) 
     tasks = resolve_tasks(small_tasks(*names), args)
     table = TaskTable(make_active_tasks(tasks, args, None, tiny_llama().config))
     handler = CallbackHandler([], None, None, None, None)
-    run = run_module.make_run(
-        RunCallbacks(handler, args, TrainerState(), TrainerControl()), table, ParallelLayout.of(1)
-    )
+    run = Run(RunCallbacks(handler, args, TrainerState(), TrainerControl()), table, ParallelLayout.of(1))
     run.log.progress = Screen()
     for own in table:
         run.log.add_callbacks(own.name, TaskCallbacks(own, args, None, None))
