@@ -96,7 +96,7 @@ class RunRecord:
         for key, tasks in (("tasks", self.tasks), ("removed", self.removed)):
             for name, task in tasks.items():
                 entry = {"status": task.status.value, "reason": task.reason, "step": task.step}
-                # Format 2 had no generations, so the first one is not written.
+                # Only of a task whose name another one had before it.
                 tables[key][name] = {**entry, "generation": task.generation} if task.generation else entry
         return storage.sealed_json(
             {

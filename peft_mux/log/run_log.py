@@ -284,12 +284,12 @@ class RunLog:
                 f"{', '.join(words)}; details: trainer.plan().notes, peft-mux validate",
                 f"         worst: {worst.remarks[0]}",
             ]
-        told = [line for _, line in trained]
+        loss_lines = [line for _, line in trained]
         if len(trained) > _MOST_REPORTS:
             carrying = sum(rows.num_target_tokens for rows, _ in trained)
             tokens = sum(rows.num_tokens for rows, _ in trained)
-            told = [f"loss on {carrying:,} of {tokens:,} tokens of {len(trained)} tasks; of each: metrics.jsonl"]
-        for line in told + remarks + lines:
+            loss_lines = [f"loss on {carrying:,} of {tokens:,} tokens of {len(trained)} tasks; of each: metrics.jsonl"]
+        for line in loss_lines + remarks + lines:
             self.say(line)
 
     def step_rows(self, runs: Iterable[ActiveTask]) -> None:

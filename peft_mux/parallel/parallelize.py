@@ -9,18 +9,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.task_state import TaskState
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.model_part import ModelPart, complete_tasks
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.active_task import ResolvedTask, TaskTable
+from peft_mux.engine.tasks.active_task import ActiveTask, ResolvedTask, TaskTable
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.engine.tasks.setup import adapters_of
 from peft_mux.engine.work import StepResult
@@ -104,7 +104,7 @@ class ParallelPart(ModelPart):
         if args.shard_optimizer and not processes.is_alone:
             self._shards, self.has_keepers = OptimizerShards(processes, table, model), True
         if self.has_keepers or not layout.is_data_parallel:
-            self.gather_state = partial(gather_state, processes, layout, model)
+            self.gather_state = self._gather_state
         interleaving = None
         if self._links is not None and self._links.size > 1:
             # The plan determines how many passes are interleaved.
@@ -173,13 +173,19 @@ class ParallelPart(ModelPart):
         else:
             self._shards.apply(result)
 
+    def _gather_state(self, task: ActiveTask, *, only_weights: bool = False) -> TaskState | None:
+        """Return the whole state of a task on the first process; all processes call this."""
+        # The executor's model, as a bound one would stay in memory after `close`.
+        assert self.executor is not None, "states are gathered while a model is loaded"
+        processes, model = self.executor.sync.processes, self.executor.model
+        return gather_state(processes, self.layout, model, task, only_weights=only_weights)
+
     def close(self) -> None:
         """Let go of the model and close connections that only this part uses; all processes call this together."""
         super().close()
         if self._tensor_links is not None:
             self._tensor_links.close()
         self._stage = self._tensor_links = self._links = self._tensor_parallel = self._sharded = self._shards = None
-        self.gather_state = None
 
 
 def register_parts(
