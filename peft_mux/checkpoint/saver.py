@@ -25,6 +25,7 @@ from peft_mux.checkpoint.records import RecordedTask
 from peft_mux.checkpoint.run_folder import RunFolder, Weights
 from peft_mux.checkpoint.task_state import TaskState, take_snapshot
 from peft_mux.engine.allocator import device_words
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import ActiveTask, TaskTable, run_interval
 from peft_mux.errors import CheckpointError, installed_version
 from peft_mux.log.run_log import RunLog
@@ -138,9 +139,10 @@ class Saver:
         table: all tasks of the run.
         args: the arguments of the run, which say what is saved when.
         log: takes notices of what could not be saved.
-        is_writer: whether this process writes; the others take the same steps without writing.
+        processes: all processes of the run; the first one writes, and the others take the same steps without writing.
 
     Attributes:
+        is_writer: whether this process writes.
         folder: the folder of the run; `None` before it is opened, and if nothing is saved (`save_strategy="no"`).
         num_states: states of the whole run that were written, the same number on all processes that save together.
         decided_by: returns what decided the plan besides the arguments, by name, which becomes part of the states.
@@ -149,20 +151,17 @@ class Saver:
         saved_step: step of the run at which all tasks were saved; `None` if they have changed since.
         gather: `gather(task, only_weights=False)` returns the full state of a task on the process that writes and
             `None` on the others; `None` if each process holds all of every task.
-        agree: returns whether all processes have saved, if they save together.
         lock: reserves the folder; a program that reads the rows of the run may hold it already.
     """
 
-    def __init__(
-        self, table: TaskTable, args: MultiTaskTrainingArguments, log: RunLog, *, is_writer: bool = True
-    ) -> None:
+    def __init__(self, table: TaskTable, args: MultiTaskTrainingArguments, log: RunLog, processes: Processes) -> None:
         self.folder: RunFolder | None = None
-        self.table, self.args, self.log, self.is_writer = table, args, log, is_writer
+        self.table, self.args, self.log, self.is_writer = table, args, log, processes.is_main
+        self._processes = processes
         self.num_states = 0
         self.decided_by: Callable[[], Mapping[str, float]] = dict
         self.unsaved: dict[str, tuple[TaskStatus, str] | None] = {}
         self.gather: Callable[..., TaskState | None] | None = None
-        self.agree: Callable[[bool], bool] = bool
         self.saved_step: int | None = None
         self._adapter_steps: dict[str, int] = {}
         self.lock: storage.FolderLock | None = None
@@ -223,7 +222,7 @@ class Saver:
             step, numerics = self.log.state.global_step, {**numerics_of(self.args), **self.decided_by()}
             is_saved = not self.attempt(lambda: folder.save_record(step, list(self.table), numerics))
         # All processes must agree, or only some would save the step again at the end.
-        is_saved = self.agree(is_saved and folder is not None)
+        is_saved = self._have_all_saved(is_saved and folder is not None)
         if is_saved:
             self.saved_step = self.log.state.global_step
             self.num_states += 1
@@ -323,7 +322,7 @@ class Saver:
         failure = self.attempt(write_adapter)
         # Also if that failed: the state holds the adapter too.
         self.attempt(lambda: folder.save_task(task, snapshot, weights))
-        if not self.agree(not failure) and not failure:
+        if not self._have_all_saved(not failure) and not failure:
             failure = "another process could not write it"
         self.unsaved.pop(task.name, None)
         if failure:
@@ -331,6 +330,10 @@ class Saver:
         else:
             self._adapter_steps[task.name] = task.step
         return failure
+
+    def _have_all_saved(self, is_saved: bool) -> bool:
+        """Return whether all processes have saved, if they save together."""
+        return is_saved if self.gather is None else all(self._processes.gather(is_saved))
 
     def place(self, task: ActiveTask) -> Path | None:
         """Return the folder with the present adapter of a task; `None` if the disk has none or an older one."""
@@ -375,7 +378,7 @@ class Saver:
         # A record covers all tasks, so a first one needs the states of all of them.
         records: list[Any] = []
         self.attempt(lambda: records.extend(folder.records()))
-        if self.agree(not self.is_writer or bool(records)):
+        if self._have_all_saved(not self.is_writer or bool(records)):
             self.attempt(folder.amend_record)
         else:
             self.save_run()

@@ -98,10 +98,7 @@ class Placement:
                 self.model = self.part.load(self.model, self.tasks, plan, processes, self._run.table)
                 if self.part.is_whole:
                     self.outline = self.model  # a part has no shapes of whole parameters, which plans need
-                saver = self._run.saver
-                saver.gather, saver.agree = self.part.gather_state, bool
-                if saver.gather is not None:
-                    saver.agree = lambda saved: all(processes.gather(saved))
+                self._run.saver.gather = self.part.gather_state
                 self.on_change()
             return self.part.digests
 

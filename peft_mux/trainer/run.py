@@ -45,7 +45,7 @@ class Run:
         self.processes = Processes.of(self.args)
         is_quiet = self.args.log_level in ("warning", "error", "critical")
         self.log = RunLog(table, self.state, callbacks.log, is_shown=self.processes.is_main, is_quiet=is_quiet)
-        self.saver = Saver(table, self.args, self.log, is_writer=self.processes.is_main)
+        self.saver = Saver(table, self.args, self.log, self.processes)
         self.is_in_train = self.is_updating = False
 
     @property
