@@ -148,11 +148,11 @@ class RunCallbacks:
         finally:
             integration_utils.rewrite_logs = rewrite
 
-    def begin_training(self, runs: Iterable[ActiveTask]) -> None:
+    def begin_training(self, tasks: Iterable[ActiveTask]) -> None:
         """Forget what earlier trainings reported: running tasks take their first step, and follow their first plan."""
         self._waiting.clear()
         self._begun, self._paused, self._reported_plan = set(), set(), None
-        for task in runs:
+        for task in tasks:
             self.note_status(task, None)
         # Tasks that were paused before are not reported.
         self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
@@ -225,7 +225,7 @@ class TaskCallbacks:
     """
 
     def __init__(self, task: ActiveTask, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
-        self.run, self.args = task, args
+        self.task, self.args = task, args
         self.control = TrainerControl()
         self.listener: Listener = ignore_timing
         self.observers: Sequence[Observer] = ()
@@ -249,25 +249,25 @@ class TaskCallbacks:
 
     @property
     def _is_at_epoch_boundary(self) -> bool:
-        per_epoch = self.run.loader.steps_per_epoch  # `None` for streams
-        return per_epoch is not None and self.run.step % per_epoch == 0
+        per_epoch = self.task.loader.steps_per_epoch  # `None` for streams
+        return per_epoch is not None and self.task.step % per_epoch == 0
 
     def call(self, event: str, **facts: Any) -> TrainerControl:
         """Call `event` (`on_step_end`, ...) of every callback and return what they ask for.
 
         If a callback raises, or returns something other than a control, its task fails, and no other.
         """
-        if self.run.task.callbacks:
-            is_heard = any(hears(callback, event) for callback in self.run.task.callbacks)
+        if self.task.task.callbacks:
+            is_heard = any(hears(callback, event) for callback in self.task.task.callbacks)
             try:
                 # Around the optimizer step tasks hold gradients, which `SharedModel` must not take away.
                 what = "optimizer" if "optimizer" in event else "callback"
-                with guard_user_code(self.run.name, what, self.listener, watches_model=is_heard):
+                with guard_user_code(self.task.name, what, self.listener, watches_model=is_heard):
                     self._call_callbacks(event, facts)
             except UserCodeError as error:
-                log_warning(_logger, f'a callback of task "{self.run.name}" failed in {event}', error.__cause__)
-                if not self.run.status.is_final:
-                    self.run.quarantine(f"a callback failed in {event}: {error}")
+                log_warning(_logger, f'a callback of task "{self.task.name}" failed in {event}', error.__cause__)
+                if not self.task.status.is_final:
+                    self.task.quarantine(f"a callback failed in {event}: {error}")
         for observer in self.observers:
             observer.on_task_event(self, event, facts)
         return self.control
@@ -280,7 +280,7 @@ class TaskCallbacks:
             TypeError: if the answer is not a control.
             KeyError: if a field of it is missing.
         """
-        task, handler = self.run, self.handler
+        task, handler = self.task, self.handler
         # Set at each call, because the optimizer is made when the task starts, and dropped when it ends.
         handler.optimizer = None if task.optimizer is None else task.optimizer.optimizer
         handler.lr_scheduler = None if task.optimizer is None else task.optimizer.schedule

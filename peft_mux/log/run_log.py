@@ -162,12 +162,12 @@ class RunLog:
         self.metrics.write({**record, **entry})
         self.callbacks[task.name].call("on_log", logs={**values, **times})
 
-    def losses(self, runs: Iterable[ActiveTask] | None = None) -> None:
+    def losses(self, tasks: Iterable[ActiveTask] | None = None) -> None:
         """Log the mean loss of tasks (by default all) since their last log, and the speed and memory of the run."""
         logs: dict[str, float] = {}
         losses: dict[str, float] = {}
         lines = []
-        for task in self.table if runs is None else runs:
+        for task in self.table if tasks is None else tasks:
             names = task.resolved.objective.statistic_names(task.resolved.loss_args)
             loss, statistics = task.loss_mean.read((*names, STATISTIC) if task.router_coefficient else names)
             if loss is None:
@@ -254,10 +254,10 @@ class RunLog:
 
     # ------------------------------------------------------------------ rows that are cut or left out
 
-    def begin_rows(self, *runs: ActiveTask) -> None:
+    def begin_rows(self, *tasks: ActiveTask) -> None:
         """Record and print what starting tasks train on, and which rows were cut or left out; sums for many tasks."""
         reports, lines, trained = [], [], []
-        for task in runs:
+        for task in tasks:
             if task.loader in self._begun_rows:
                 continue
             self._begun_rows.add(task.loader)
@@ -292,18 +292,18 @@ class RunLog:
         for line in loss_lines + remarks + lines:
             self.say(line)
 
-    def step_rows(self, runs: Iterable[ActiveTask]) -> None:
+    def step_rows(self, tasks: Iterable[ActiveTask]) -> None:
         """Warn of each stream that has left out or cut its first row."""
-        for task in runs:
+        for task in tasks:
             is_stream = task.loader.steps_per_epoch is None
             if is_stream and task.loader not in self._warned_rows and task.loader.report.remarks:
                 self._warned_rows.add(task.loader)
                 self._write_rows(task, "train_dataset", task.loader.report)
                 self.warn(task.loader.report.warning)
 
-    def end_rows(self, runs: Iterable[ActiveTask]) -> None:
+    def end_rows(self, tasks: Iterable[ActiveTask]) -> None:
         """Record and print how many rows of streams were cut or left out by now."""
-        for task in runs:
+        for task in tasks:
             if task.loader.steps_per_epoch is None:
                 self._write_rows(task, "train_dataset", task.loader.report)
                 for remark in task.loader.report.remarks:

@@ -72,14 +72,14 @@ class PlanFollower:
 
     def plan(self, devices: str | Cluster | None = None, **stages: int | None) -> Plan:
         """Return the plan for this run's processes, or for other devices; see `MultiTaskTrainer.plan`."""
-        runs = self._run.table.plannable
+        tasks = self._run.table.plannable
         pipeline = self.pipeline if devices is None else {"devices": devices, **stages}
         plan = self._plan_for(pipeline)
         names = {name for htask in plan.htasks for name in htask.tasks}
         if len(names) < 2:
             return plan
         # Only here: each task is planned alone for this, which replans need not wait for.
-        alone_s = self.alone_s([task for task in runs if task.name in names], **pipeline)
+        alone_s = self.alone_s([task for task in tasks if task.name in names], **pipeline)
         return replace(
             plan, shares=tuple(replace(share, alone_s=alone_s.get(share.name, 0.0)) for share in plan.shares)
         )
@@ -88,15 +88,15 @@ class PlanFollower:
         running = [task.name for task in self._run.table.running]
         return self.planner.plan(self._run.table.plannable, running=running, **pipeline)
 
-    def alone_s(self, runs: Sequence[ActiveTask], **pipeline: Any) -> dict[str, float]:
+    def alone_s(self, tasks: Sequence[ActiveTask], **pipeline: Any) -> dict[str, float]:
         """Return the predicted seconds of a step of each task if it trained alone; none if that is not known.
 
         Args:
-            runs: the tasks, ended ones too.
+            tasks: the tasks, ended ones too.
             **pipeline: what they would train on; by default the run's own processes.
         """
         try:
-            return self.planner.alone_s(runs, **(pipeline or self.pipeline))
+            return self.planner.alone_s(tasks, **(pipeline or self.pipeline))
         # A task that fits together with others fits alone; but no failure of this is a reason to have no plan.
         except (PeftMuxError, ValueError):
             return {}
@@ -147,16 +147,16 @@ class PlanFollower:
             self._steps.shares.close()
         self.current, self._steps = plan, None
         layout, processes, args = self._run.layout, self._run.processes, self._run.args
-        runs = self._run.table.plannable
-        if runs and layout.num_replicas == 1:
+        tasks = self._run.table.plannable
+        if tasks and layout.num_replicas == 1:
             self._steps = StepSource(plan, self.planner.collator, processes, ahead=self.ahead)
-        elif runs:
+        elif tasks:
             if self._applies_times and (self._rates is None or self._rates_of != layout):
                 self._rates, self._rates_of = ReplicaRates(layout.num_replicas), layout
             policy: Any = args.dispatch
             shares = DispatchedShares(
                 layout,
-                None if layout.are_alike else run_time_model(self.planner, runs, layout),
+                None if layout.are_alike else run_time_model(self.planner, tasks, layout),
                 processes,
                 policy=policy,
                 clock=self.measured.dispatch_clock,
@@ -166,7 +166,7 @@ class PlanFollower:
             self.measured.dispatch_clock = shares.clock
             # The passes of unequal replicas, whose rows are dispatched as in a step.
             names = {name for htask in plan.htasks for name in htask.tasks}
-            loads = [self.planner.load_of(task) for task in runs if task.name in names] if shares.looks_ahead else []
+            loads = [self.planner.load_of(task) for task in tasks if task.name in names] if shares.looks_ahead else []
             rows = shares.typical_rows([BatchRows(load.name, 0, load.lengths, load.trie) for load in loads])
             if rows is not None:
                 passes = []

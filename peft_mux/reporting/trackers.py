@@ -57,7 +57,7 @@ class LoggerRuns(Observer):
 
     def on_task_event(self, callbacks: TaskCallbacks, event: str, facts: Mapping[str, Any]) -> None:
         """Pass an event on to the runs of its task."""
-        task = callbacks.run
+        task = callbacks.task
         # Another task may come under the same name.
         if task.name not in self._trackers or self._trackers[task.name].task is not task:
             self._trackers[task.name] = TaskTrackers(task, callbacks.args, self._listener)

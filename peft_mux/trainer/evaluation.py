@@ -270,15 +270,15 @@ class TaskEvaluator:
         Args:
             names: the tasks that have just stepped.
         """
-        runs = [task for task in map(self._run.table.__getitem__, names) if task.status is TaskStatus.RUNNING]
+        tasks = [task for task in map(self._run.table.__getitem__, names) if task.status is TaskStatus.RUNNING]
         # Reset before callbacks are called, which may ask for the next one.
         is_asked = self._run.control.should_evaluate
         self._run.control.should_evaluate = False
-        asking = {task.name for task in runs if is_asked or self._run.log.callbacks[task.name].control.should_evaluate}
-        due = {task.name for task in runs if task.eval_data and (task.is_evaluation_due or task.name in asking)}
+        asking = {task.name for task in tasks if is_asked or self._run.log.callbacks[task.name].control.should_evaluate}
+        due = {task.name for task in tasks if task.eval_data and (task.is_evaluation_due or task.name in asking)}
         # All tasks at once, before the first one is evaluated: their completions share batches.
-        judges = self._complete([task for task in runs if task.name in due])
-        for task in runs:
+        judges = self._complete([task for task in tasks if task.name in due])
+        for task in tasks:
             # Checked again, as callbacks of the tasks before may have ended this one.
             if task.name in due and task.status is TaskStatus.RUNNING:
                 self._run.callbacks.call("on_evaluate", self.evaluate(task, judges.get(task.name)))
