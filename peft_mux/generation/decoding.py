@@ -515,7 +515,8 @@ class TokenSampler:
                 sequences = [row.prompt + row.tokens for row in rows]
                 length = max(map(len, sequences))
                 padded = [tokens[:1] * (length - len(tokens)) + tokens for tokens in sequences]
-                scores_nV = processors(torch.tensor(padded, device=self._device), scores_nV)
+                ids: Any = torch.tensor(padded, device=self._device)
+                scores_nV = processors(ids, scores_nV)
             if not does_sample:
                 tokens_B[live] = scores_nV.argmax(dim=-1)
                 continue
