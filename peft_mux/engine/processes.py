@@ -10,8 +10,10 @@ rendezvous store, and the others look for notes before they raise their own erro
 the same host the others see that it has ended. Under torchrun a process that fails also writes the error file from
 which the launcher reports the first failure.
 
-NCCL does not notice a broken connection: its kernels wait on the device until the time limit, and the host waits for
-the device. So a thread looks for notes every second, and aborts this process's groups when another one has failed.
+A process may notice late that another one has failed. gloo closes a connection only when nothing refers to its group
+any more, often when the process ends. NCCL does not notice a broken connection at all: its kernels wait on the device
+until the time limit, and the host waits for the device. So a thread looks for notes every second. When another process
+has failed, it finds the cause, because the store may be gone later, and it aborts this process's groups of NCCL.
 NCCL also connects a group at its first message, for which it allocates memory. All groups are connected when they are
 made, in one order on all processes, as an allocation may wait for kernels that wait for another process.
 """
@@ -107,6 +109,7 @@ class Processes:
         self._opened: list[Any] = []
         self._is_closed = threading.Event()
         self._is_aborted = False
+        self._cause = ""
 
     @classmethod
     def of(cls, args: MultiTaskTrainingArguments) -> Processes:
@@ -131,12 +134,11 @@ class Processes:
             self._gloo_group = dist.new_group(backend="gloo", timeout=timeout)
         # By rank, kept by each process, as the store may be gone when they are needed.
         self._places = self.gather((_own_space(), os.getpid()))
-        if self.device.type == "cpu":
-            self._device_group = self._gloo_group
-            return
-        self._device_group = self._new_group(range(self.world_size))
+        is_cpu = self.device.type == "cpu"
+        self._device_group = self._gloo_group if is_cpu else self._new_group(range(self.world_size))
         self._is_closed.clear()
-        threading.Thread(target=self._watch, name="peft_mux failures", daemon=True).start()
+        arguments = weakref.ref(self), self._is_closed
+        threading.Thread(target=_watch, args=arguments, name="peft_mux failures", daemon=True).start()
 
     def create_groups(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Make groups for sets of ranks, each once; a set of one rank or of all needs none.
@@ -314,19 +316,24 @@ class Processes:
             with self.communicating("the results of a step"):
                 raise RuntimeError("another process has failed.")
 
-    def _watch(self) -> None:
-        """Abort the groups of the device once another process has failed, as NCCL would wait until the time limit."""
+    def _sees_failure(self) -> bool:
+        """Return whether another process has failed; then also keep the cause, and abort the groups of NCCL."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        while not self._is_closed.wait(_WATCH_S):
-            try:
-                has_failed = any(self._has_ended(rank) or self._store.check([str(rank)]) for rank in others)
-            except RuntimeError:
-                has_failed = True  # the store has gone with rank 0, which holds it
-            if has_failed:
-                self._is_aborted = True
-                for group in self._device_groups():
-                    _end(group)
-                return
+        try:
+            has_failed = any(self._has_ended(rank) or self._store.check([str(rank)]) for rank in others)
+        except RuntimeError:
+            has_failed = True  # the store has gone with rank 0, which holds it
+        if not has_failed:
+            return False
+        if self.device.type != "cpu":
+            self._is_aborted = True
+            for group in self._device_groups():
+                _end(group)
+        self._cause, _ = self._read_notes()
+        if self._cause:
+            with suppress(RuntimeError):
+                self._store.set(f"done/{self.rank}", "")
+        return True
 
     def _device_groups(self) -> list[Any]:
         own = (self._device_group, *self._groups.values(), *self._opened)
@@ -387,6 +394,19 @@ class Processes:
             return f"rank {self.rank} itself {late}. Make its callbacks and metrics faster, or raise ddp_timeout."
         # A process that asks is alive, and must not be blamed itself.
         self._leave_note("")
+        cause, silent = (self._cause, []) if self._cause else self._read_notes()
+        if cause or not silent:
+            return cause
+        names = ", ".join(f"rank {rank}" for rank in silent)
+        if any(word in str(error).lower() for word in ("timed out", "timeout")):
+            return (
+                f"no word from {names} within {self.timeout_s:g} s (args.ddp_timeout); a process hangs, or needs longer"
+                " than that."
+            )
+        return f"no word from {names} ({error})."
+
+    def _read_notes(self) -> tuple[str, list[int]]:
+        """Wait for notes; return which processes have failed and why, "" if none has, and those without a note."""
         # A connection may break before the process at its other end has written its note.
         deadline = time.monotonic() + min(_MOST_PATIENCE_S, self.timeout_s)
         notes: dict[int, str] = {}
@@ -405,19 +425,11 @@ class Processes:
             causes = [f"rank {rank} failed with {note}" for rank, note in notes.items() if note]
             causes += [f"rank {rank} has died" for rank in silent if rank in ended]
             if causes:
-                return f"{'; '.join(causes)}."
+                return f"{'; '.join(causes)}.", silent
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
-        if not silent:
-            return ""
-        names = ", ".join(f"rank {rank}" for rank in silent)
-        if any(word in str(error).lower() for word in ("timed out", "timeout")):
-            return (
-                f"no word from {names} within {self.timeout_s:g} s (args.ddp_timeout); a process hangs, or needs longer"
-                " than that."
-            )
-        return f"no word from {names} ({error})."
+        return "", silent
 
     def _has_ended(self, rank: int) -> bool:
         """Return whether a process is known to have ended; those of other hosts and containers are not known."""
@@ -439,6 +451,15 @@ class Processes:
         self._gloo_group, self._device_group, self._groups, self._opened = None, None, {}, []
         for group in groups:
             _end(group)
+
+
+def _watch(reference: weakref.ref[Processes], is_closed: threading.Event) -> None:
+    """Look every second whether another process has failed, until one has or these are closed or forgotten."""
+    while not is_closed.wait(_WATCH_S):
+        processes = reference()
+        if processes is None or processes._sees_failure():
+            return
+        del processes
 
 
 def _end(group: Any) -> None:

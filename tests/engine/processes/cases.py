@@ -353,6 +353,22 @@ def waiting_for_the_device(rank: int) -> None:
             processes.wait_for_device()
 
 
+def waiting_for_a_process_that_waited_for_another(rank: int) -> None:
+    """Fail on rank 1; rank 0 learns of it and keeps a handle of its group with rank 2, which waits for rank 0 alone."""
+    processes = connected()
+    processes.create_groups([(0, 2)])
+    with pytest.MonkeyPatch.context() as patch, processes.together():
+        # Rank 0 stays until the others know the cause.
+        patch.setattr("peft_mux.engine.processes._MOST_GRACE_S", TIMEOUT_S)
+        if rank == 1:
+            raise OSError("the disk of rank 1 is full")
+        kept = processes.all_reduce(torch.ones(1), (0, 2))
+        kept.wait()
+        if rank == 0:
+            processes.gather(0)
+        processes.all_reduce(torch.ones(1), (0, 2)).wait()
+
+
 class FailsOnce(TrainerCallback):
     """A task's own callback that raises on one process."""
 

@@ -121,6 +121,15 @@ def test_a_failure_is_named_within_seconds_though_the_device_waits_for_the_proce
     assert outcomes[0].seconds < 10
 
 
+@SLOW
+def test_a_process_that_waits_for_one_that_waited_for_the_failed_one_names_the_failed_one() -> None:
+    outcomes = launch(3, cases.waiting_for_a_process_that_waited_for_another)
+    assert outcomes[1].error == "OSError: the disk of rank 1 is full"
+    for other in (outcomes[0], outcomes[2]):
+        assert "rank 1 failed with OSError: the disk of rank 1 is full" in other.error
+        assert other.seconds < cases.TIMEOUT_S
+
+
 # ---------------------------------------------------------------- differences
 
 
