@@ -3,7 +3,7 @@
 Whatever this code raises fails its task and no other, `SystemExit` and `KeyboardInterrupt` included. Only the second
 Ctrl-C of the run's user (`ForcedInterrupt`) passes. Process-wide settings that the code changes and that would change
 the results of other tasks are restored. The guard also measures how long the code kept the other tasks waiting and
-reports it to a listener; in a run that is `RunLog.note_own_code`.
+reports it to a listener; in a run that is `RunLog.note_user_code`.
 """
 
 from __future__ import annotations
