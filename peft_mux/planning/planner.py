@@ -51,7 +51,7 @@ from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import Parts, Profile, corrected
+from peft_mux.scheduler.costs.profile import Parts, Profile, corrected, with_recomputed_inputs
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.plan import Plan, TaskShare
 from peft_mux.scheduler.planner.planned_passes import TurnTimes, planned_passes
@@ -473,7 +473,7 @@ class Planner:
 
     def _cost_model(self, target: Target) -> CostModel:
         """Return the cost model for a target whose stages have these numbers of layers, by default equal ones."""
-        profile = target.profile
+        profile = with_recomputed_inputs(target.profile) if self.args.selective_recompute else target.profile
         if profile.graph_tokens and reason_against(self.model) is not None:  # no pass is replayed
             profile = replace(profile, graph_tokens=0)
         return CostModel(

@@ -16,7 +16,7 @@ from peft_mux.planning.planner import Planner
 from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
 from peft_mux.scheduler.costs.hardware import DEVICES_PER_NODE, Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import EAGER, analytic_profile, corrected
+from peft_mux.scheduler.costs.profile import EAGER, analytic_profile, corrected, with_recomputed_inputs
 from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
@@ -80,7 +80,7 @@ def run_facts(planner: Planner, runs: Sequence[ActiveTask], cluster: Cluster | N
     )
     return ReplicaFacts(
         shape=shape,
-        profile=profile,
+        profile=with_recomputed_inputs(profile) if args.selective_recompute else profile,
         loads=loads,
         memory=MemoryModel(
             shape,

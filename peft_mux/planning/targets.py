@@ -61,7 +61,11 @@ def run_profile(
                 f'args.cost_profile must be a JSON file that "peft-mux profile" wrote, got {args.cost_profile!r} '
                 f"({error}). Measure again, or leave cost_profile out."
             ) from error
-        return profile, _profile_notes(profile, args, shape)
+        notes = _profile_notes(profile, args, shape)
+        if profile.layer_host_s:  # times are those of the device, which replays short passes without the host
+            num_devices = args.pipeline_parallel_size * devices_per_stage
+            profile = replace(profile, graph_tokens=execution_of(args, num_devices, args.world_size).graph_tokens)
+        return profile, notes
     if args.device.type != "cuda":
         return analytic_profile(DEVICES["cpu"], shape, devices_per_stage), ()
     known, notes = _own_gpu(args), ()

@@ -29,15 +29,13 @@ from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.checks import trainer as trainer_check
 from benchmarks.gpu.checks import updates
 from benchmarks.gpu.checks.small import small_workload
+from benchmarks.gpu.roofline import predicted_step_s
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.training.workloads import make_workload
 from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.parallel.cuda_graphs import AUTO_TOKENS
 from peft_mux.scheduler.costs import latency
-from peft_mux.scheduler.costs.hardware import DEVICES
-from peft_mux.scheduler.costs.latency import CostModel, whole_pass
-from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
-from peft_mux.scheduler.costs.profile import EAGER, FUSED, IDEAL, Execution, analytic_profile
+from peft_mux.scheduler.costs.profile import EAGER, FUSED, IDEAL
 from tests.paths import ROOT
 
 ABSENT = ("datasets", "pulp", "bitsandbytes")
@@ -319,29 +317,6 @@ EARLIER_OPTIMIZER_BYTES = 110
 """Of the version that ran, which updated in torch's multi-tensor operations."""
 
 
-def predicted_step_s(
-    backbone: roofline.Backbone, tasks: list[tuple[list[int], int]], num_passes: int, execution: Execution
-) -> float:
-    """Return the predicted seconds of a step of tasks, given the lengths of their rows and their ranks."""
-    d, i, k, layers = backbone.hidden_size, backbone.intermediate_size, backbone.key_value_size, backbone.num_layers
-    shape = ModelShape(layers, d, i, d, k, backbone.vocab_size, backbone.weight_bytes, 2)
-    widths = (2 * d, d + k, d + k, 2 * d, d + i, d + i, d + i)
-    loads = [
-        TaskLoad(
-            name=str(number),
-            lengths=tuple(lengths),
-            num_targets=sum(lengths) - len(lengths),
-            adapters=tuple(AdapterLoad(rank, width) for width in widths if rank),
-            trainable_parameters=rank * backbone.rank_weights,
-        )
-        for number, (lengths, rank) in enumerate(tasks)
-    ]
-    cost = CostModel(analytic_profile(DEVICES["H100-80GB"], shape, execution=execution), shape)
-    members = whole_pass(loads)
-    passes_s = cost.passes_s(loads, [members[start::num_passes] for start in range(num_passes)])
-    return float(passes_s.sum()) + cost.outside_s(loads)
-
-
 @pytest.mark.parametrize(("file", "part", "row", "num_passes"), H100_STEPS)
 def test_predicted_steps_are_within_15_percent_of_those_that_an_h100_measured(
     file: str, part: str, row: str, num_passes: int
@@ -404,3 +379,21 @@ def test_a_step_takes_as_long_as_the_device_or_the_host_whichever_is_slower() ->
         assert 8 * 46 * num_rows / step_s == pytest.approx(tokens_per_s, rel=0.01)
     step_s = predicted_step_s(roofline.LLAMA_8B, [([46] * 3, 16)] * 8, 1, replace(FUSED, graph_tokens=AUTO_TOKENS))
     assert 8 * 46 * 3 / step_s == pytest.approx(14_800, rel=0.01)
+
+
+def test_a_step_with_selective_recompute_takes_what_its_kernels_move_again_longer() -> None:
+    num_tokens = 8 * 46 * 22
+    tasks = [([46] * 22, 16)] * 8
+    kept_s, recomputed_s = (
+        predicted_step_s(roofline.LLAMA_8B, tasks, 1, FUSED, selective=selective) for selective in (False, True)
+    )
+    # Each norm reads and writes a hidden state; the product reads gate and up, and is written. Three launches of 4 us.
+    moved_bytes = 2 * num_tokens * (2 * 2 * 4096 + 3 * 14336)
+    assert recomputed_s - kept_s == pytest.approx(32 * (moved_bytes / (0.85 * 3.35e12) + 3 * 4e-6), rel=0.02)
+    assert recomputed_s / kept_s == pytest.approx(1.024, abs=0.002)
+    # With few tokens it is the host that launches more.
+    few = [([46] * 3, 16)] * 8
+    kept_s, recomputed_s = (
+        predicted_step_s(roofline.LLAMA_8B, few, 1, FUSED, selective=selective) for selective in (False, True)
+    )
+    assert recomputed_s - kept_s == pytest.approx(32 * FUSED.recompute_host_s)

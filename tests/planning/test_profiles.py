@@ -18,7 +18,8 @@ from peft_mux.parallel.cuda_graphs import AUTO_TOKENS
 from peft_mux.planning.profiling.backbone import software_versions
 from peft_mux.planning.targets import run_profile
 from peft_mux.scheduler.costs.hardware import DEVICES
-from peft_mux.scheduler.costs.loads import ModelShape
+from peft_mux.scheduler.costs.latency import EAGER_PART, CostModel, whole_pass
+from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.profile import FUSED, Profile, analytic_profile
 from peft_mux.scheduler.plan import Link
 from peft_mux.trainer import trainer as trainer_module
@@ -35,8 +36,8 @@ def profile_on_gpu(
     properties = SimpleNamespace(total_memory=memory_gb * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     usual = {"use_liger_kernel": False, "pipeline_parallel_size": 1, "shard_backbone": False, "world_size": 1}
-    usual |= {"cuda_graphs": "auto", "full_determinism": False}
-    args: Any = SimpleNamespace(cost_profile=None, device=torch.device("cuda"), **{**usual, **arguments})
+    usual |= {"cuda_graphs": "auto", "full_determinism": False, "cost_profile": None}
+    args: Any = SimpleNamespace(device=torch.device("cuda"), **{**usual, **arguments})
     return run_profile(args, SHAPE)
 
 
@@ -98,6 +99,27 @@ def test_passes_are_priced_as_graphs_where_they_will_be_replayed(
 ) -> None:
     profile, _ = profile_on_gpu("NVIDIA H100 80GB HBM3", 85, monkeypatch, **arguments)
     assert profile.graph_tokens == graph_tokens
+
+
+def test_a_measured_profile_prices_replayed_passes_without_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_sheet = analytic_profile(DEVICES["H100-80GB"], SHAPE, execution=FUSED)
+    path = tmp_path / "profile.json"
+
+    def pass_s(num_tokens: int, *, layer_host_s: float = 0.05, **arguments: Any) -> tuple[float, int]:
+        path.write_text(replace(data_sheet, source="measured", layer_host_s=layer_host_s).to_json())
+        profile, _ = profile_on_gpu("NVIDIA H100 80GB HBM3", 85, monkeypatch, cost_profile=str(path), **arguments)
+        loads = [TaskLoad("a", (num_tokens,), num_tokens - 1, (), 0)]
+        return float(CostModel(profile, SHAPE).passes_s(loads, [whole_pass(loads)]).sum()), profile.graph_tokens
+
+    num_layers = SHAPE.num_layers
+    eager_s, _ = pass_s(1000, cuda_graphs=False)
+    replayed_s, graph_tokens = pass_s(1000)
+    assert graph_tokens == AUTO_TOKENS
+    assert eager_s - replayed_s == pytest.approx((1 - EAGER_PART) * num_layers * 0.05, rel=0.05)
+    assert pass_s(2 * AUTO_TOKENS)[0] > num_layers * 0.05 > replayed_s, "only short passes are replayed"
+    assert pass_s(1000, layer_host_s=0.0)[1] == 0, "times of an older profile include the host's"
 
 
 @cache

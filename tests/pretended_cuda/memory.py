@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
+from peft_mux.modeling.backbone.liger import fuse_layers
+from peft_mux.modeling.backbone.modules import find_layers
+from peft_mux.modeling.backbone.recompute import recomputing
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from tests.pretended_cuda import backbones
@@ -20,21 +23,36 @@ from tests.pretended_cuda.steps import DTYPES, forget_the_last_card
 LENGTHS = (384, 256, 512, 128, 320, 448)
 
 
-def kept(architecture: str, *, dtype: str, bf16: bool) -> dict[str, Any]:
-    """Return bytes kept a token, on the device and as counted for plans.
+def kept(architecture: str, *, dtype: str, bf16: bool, liger: bool = False, selective: bool = False) -> dict[str, Any]:
+    """Return bytes kept a token, on the device, of its last layer alone, and as counted for plans.
 
     Args:
         architecture: name in `backbones.REAL_WIDTHS`.
         dtype: of the backbone's weights.
         bf16: whether the pass runs under bf16 autocast.
+        liger: whether layers compute by Liger's kernels.
+        selective: whether inputs of linear layers are recomputed.
     """
     described = _model(architecture, DTYPES[dtype], "meta")
     autocast = torch.bfloat16 if bf16 else None
-    counted = count_activation_bytes_per_token(described, LENGTHS, autocast=autocast, device_type="cuda")
+    counted = count_activation_bytes_per_token(
+        described,
+        LENGTHS,
+        autocast=autocast,
+        device_type="cuda",
+        liger={} if liger else None,
+        selective=selective,
+    )
     forget_the_last_card()
     with PretendedCuda().present():
-        seen = _kept_on_device(_model(architecture, DTYPES[dtype], "cuda"), bf16=bf16)
-    return {"on device": seen / sum(LENGTHS), "counted": counted}
+        model = _model(architecture, DTYPES[dtype], "cuda")
+        precision = torch.autocast("cuda", dtype=torch.bfloat16) if bf16 else nullcontext()
+        with precision:
+            assert not (liger and fuse_layers(model))
+        with precision, recomputing(model.backbone, wanted=selective):
+            all_bytes, layer_bytes = _kept_on_device(model)
+    num_tokens = sum(LENGTHS)
+    return {"on device": all_bytes / num_tokens, "of a layer": layer_bytes / num_tokens, "counted": counted}
 
 
 def _model(architecture: str, dtype: torch.dtype, device: str) -> MultiTaskPeftModel:
@@ -43,7 +61,7 @@ def _model(architecture: str, dtype: torch.dtype, device: str) -> MultiTaskPeftM
     return MultiTaskPeftModel(backbone, names, verify=False).train()  # type: ignore[arg-type]
 
 
-def _kept_on_device(model: MultiTaskPeftModel, *, bf16: bool) -> int:
+def _kept_on_device(model: MultiTaskPeftModel) -> tuple[int, int]:
     ids = np.ones(max(LENGTHS), dtype=np.int64)
     batches = [
         TaskBatch(name, 0, 0, tuple(TokenSequence(ids[:n], ids[:n], row) for row, n in enumerate(LENGTHS[index::2])))
@@ -64,7 +82,12 @@ def _kept_on_device(model: MultiTaskPeftModel, *, bf16: bool) -> int:
             storages[storage._cdata] = storage
         return tensor
 
-    precision = torch.autocast("cuda", dtype=torch.bfloat16) if bf16 else nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), precision:
+    def kept_bytes() -> int:
+        return sum(storage.nbytes() for storage in storages.values())
+
+    ends: list[int] = []  # of layers: bytes kept until then
+    for layer in find_layers(model.backbone).layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda *given: ends.append(kept_bytes()))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(moved)
-    return sum(storage.nbytes() for storage in storages.values())
+    return kept_bytes(), ends[-1] - ends[-2]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from peft_mux.modeling.backbone.liger import has_liger
 from tests.pretended_cuda.allocator import OutOfMemory, reserved_bytes
 from tests.pretended_cuda.checks import seen_of
 
@@ -15,6 +16,20 @@ pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy o
 TOO_LITTLE, TOO_MUCH = 0.99, 1.05
 """What is counted may be this share of what is kept: seen were 0.998 to 1.04. In fp32, whose attention is computed by
 groups of sequences on CUDA too, it is 0.86, and not held to anything here."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_liger(), reason="needs Liger")
+def test_with_recomputed_inputs_a_layer_of_the_8b_keeps_94_kb_a_token(run_cases: Callable[..., Found]) -> None:
+    case = {"kind": "memory", "architecture": "llama 8B", "dtype": "bf16", "bf16": True, "liger": True}
+    found = run_cases({"kept": {**case}, "recomputed": {**case, "selective": True}})
+    kept, recomputed = seen_of(found, "kept"), seen_of(found, "recomputed")
+    # Inputs of both norms, queries, keys and values, output of attention, gate and up; S of ranks 3 and 64 is the rest.
+    inputs = 2 * (2 * 4096 + 4096 + 2 * 1024 + 4096 + 2 * 14336)
+    assert inputs == 94_208 <= recomputed["of a layer"] <= inputs + 1_100
+    assert kept["of a layer"] - recomputed["of a layer"] == 2 * (2 * 4096 + 14336)  # normed states, product of the MLP
+    for seen in (kept, recomputed):
+        assert seen["counted"] == pytest.approx(seen["on device"], rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,43 @@ def test_the_clock_warms_up_and_takes_medians_of_at_least_two() -> None:
     calls: list[str] = []
     Stopwatch(CPU, 1.0).measure(lambda: calls.append("a"), lambda: calls.append("b"), share=0.0)
     assert calls == ["a", "b"] * 3, "functions that are compared are taken in turns"
+
+
+class SimulatedCard:
+    """Clocks of a host that launches and of a device that computes what was launched."""
+
+    def __init__(self) -> None:
+        self.host_s = self.device_s = 0.0
+
+    def launch(self, host_s: float, device_s: float) -> None:
+        self.host_s += host_s
+        self.device_s = max(self.host_s, self.device_s) + device_s
+
+    def synchronize(self, device: object) -> None:
+        self.host_s = max(self.host_s, self.device_s)
+
+    def event(self, *, enable_timing: bool) -> Any:
+        made: Any = SimpleNamespace(at_s=0.0)
+        made.record = lambda: setattr(made, "at_s", max(self.host_s, self.device_s))
+        made.elapsed_time = lambda later: 1000 * (later.at_s - made.at_s)
+        return made
+
+
+def test_a_gpu_is_timed_without_the_host_that_launches_and_the_host_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimulatedCard()
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", card.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: card.launch(0.0, cycles / 2e9))
+    stopwatch = Stopwatch(torch.device("cuda"), 60.0, timer=lambda: card.host_s, wall=lambda: card.host_s)
+
+    def run() -> None:
+        for _ in range(50):
+            card.launch(1e-4, 2e-5)
+
+    assert stopwatch.measure(run, share=0.01) == pytest.approx([50 * 2e-5])
+    assert stopwatch.measure(run, share=0.01, is_on_device=False) == pytest.approx([50 * 1e-4 + 2e-5])
+    assert stopwatch.host_s(run) == pytest.approx(50 * 1e-4)
+    assert Stopwatch(CPU, 1.0).host_s(run) == 0.0
 
 
 def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

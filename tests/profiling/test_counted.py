@@ -89,19 +89,20 @@ def test_a_model_whose_configuration_cannot_be_compared_is_counted_each_time(cou
 def test_passes_of_an_8b_llama_are_a_third_larger_with_ligers_kernels() -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
-        backbone = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=512, **sizes)).bfloat16()
+        backbone = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, vocab_size=512, **sizes)).bfloat16()
     model = MultiTaskPeftModel(backbone, {"a": lora(r=16, target_modules="all-linear")}, verify=False)
 
     def layer_bytes(liger: dict[str, bool] | None, *, selective: bool = False) -> float:
         how = {"autocast": torch.bfloat16, "device_type": "cuda", "liger": liger, "selective": selective}
-        return (count_activation_bytes_per_token(model, [46] * 16, **how) - 2 * 4096) / 2
+        return count_activation_bytes_per_token(model, [46] * 16, **how) / 32
 
     plain, fused = layer_bytes(None), layer_bytes({})
-    # Attention on the meta device keeps its output twice: 139 KB are kept on a GPU.
-    assert (plain, fused) == (pytest.approx(194e3, rel=0.03), pytest.approx(149e3, rel=0.03))
+    assert (plain, fused) == (pytest.approx(185e3, rel=0.01), pytest.approx(140e3, rel=0.01))
     recomputed = layer_bytes({}, selective=True)
     # Two normed states and the product of the MLP, except what the first norm reads, which is kept in their place.
-    assert fused - recomputed == pytest.approx(2 * (2 * 4096 + 14336) - 4096, rel=0.01)
+    assert fused - recomputed == pytest.approx(2 * (2 * 4096 + 14336) - 2 * 4096 / 32)
+    # Inputs of both norms, queries, keys and values, output of attention, gate and up, and little else.
+    assert recomputed == pytest.approx(2 * (3 * 4096 + 4096 + 2 * 1024 + 2 * 14336), rel=0.01)
     assert layer_bytes({"rms_norm": False, "swiglu": False, "rope": False}) == plain == layer_bytes(None)
     shape = ModelShape(32, 4096, 14336, 4096, 1024, 128256, 16_060_522_240, 2)
     limit_bytes = int(0.95 * 85e9)
@@ -109,4 +110,4 @@ def test_passes_of_an_8b_llama_are_a_third_larger_with_ligers_kernels() -> None:
         MemoryModel(shape, activation_bytes_per_token=32 * each).max_tokens((), limit_bytes)
         for each in (plain, fused, recomputed)
     ]
-    assert fitting == [pytest.approx(tokens, rel=0.05) for tokens in (9_700, 12_600, 17_300)]
+    assert fitting == [pytest.approx(tokens, rel=0.05) for tokens in (10_200, 13_400, 19_500)]

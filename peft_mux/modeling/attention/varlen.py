@@ -72,8 +72,30 @@ def varlen_kernel() -> VarlenKernel | None:
     return None
 
 
-def varlen_support(
-    device: torch.device,
+def varlen_support(device: torch.device, dtype: torch.dtype, head_dim: int, **options: Any) -> str | None:
+    """Return why `varlen_attention` cannot be used, or `None` if it can.
+
+    Args:
+        device: where the stream lies.
+        dtype: the precision of queries, keys and values.
+        head_dim: number C of channels of a head's queries and keys.
+        **options: as for `unsupported_attention`.
+    """
+    if device.type != "cuda":
+        return f"there is no kernel for {device.type}"
+    if (reason := unsupported_attention(dtype, head_dim, **options)) is not None:
+        return reason
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return "the GPU is older than compute capability 8.0"
+    if head_dim in _WIDE_HEAD_DIMS and (capability in _LITTLE_SHARED_MEMORY or capability[0] == 12):
+        return f"heads have {head_dim} channels, too many for its backward pass in the shared memory of this GPU"
+    if varlen_kernel() is None:
+        return "neither torch nor a flash_attn package brings a kernel"
+    return None
+
+
+def unsupported_attention(
     dtype: torch.dtype,
     head_dim: int,
     *,
@@ -82,10 +104,9 @@ def varlen_support(
     dropout: float = 0.0,
     has_sinks: bool = False,
 ) -> str | None:
-    """Return why `varlen_attention` cannot be used, or `None` if it can.
+    """Return why no GPU computes such attention by `varlen_attention`; `None` if some do.
 
     Args:
-        device: where the stream lies.
         dtype: the precision of queries, keys and values.
         head_dim: number C of channels of a head's queries and keys.
         value_dim: number of channels of a head's values; by default `head_dim`.
@@ -93,8 +114,6 @@ def varlen_support(
         dropout: probability with which an attention weight is dropped.
         has_sinks: whether the softmax has a learnt extra term.
     """
-    if device.type != "cuda":
-        return f"there is no kernel for {device.type}"
     if dtype not in DTYPES:
         return f"the kernel computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD_DIM or head_dim % _HEAD_DIM_STEP:
@@ -108,13 +127,6 @@ def varlen_support(
         return "attention weights are dropped out"
     if has_sinks:
         return "attention has sinks"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
-        return "the GPU is older than compute capability 8.0"
-    if head_dim in _WIDE_HEAD_DIMS and (capability in _LITTLE_SHARED_MEMORY or capability[0] == 12):
-        return f"heads have {head_dim} channels, too many for its backward pass in the shared memory of this GPU"
-    if varlen_kernel() is None:
-        return "neither torch nor a flash_attn package brings a kernel"
     return None
 
 

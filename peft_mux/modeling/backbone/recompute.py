@@ -35,16 +35,21 @@ def recompute_inputs(backbone: Any) -> list[nn.Module]:
         The modules that changed: their `forward` is now an attribute of their own.
     """
     changed: list[nn.Module] = []
-    layers = find_layers(backbone)
-    for layer in () if layers is None else layers.layers:
-        norms = [module for module in layer.children() if "norm" in type(module).__name__.lower()]
-        mlps = [one for one in layer.modules() if _GATED <= one._modules.keys() <= {*_GATED, "act_fn"}]
-        for forward, modules in ((_normed, norms), (_gated, mlps)):
-            for module in modules:
-                if "forward" not in vars(module):
-                    module.forward = functools.partial(forward, module)
-                    changed.append(module)
+    for forward, modules in zip((_normed, _gated), norms_and_gated_mlps(backbone), strict=True):
+        for module in modules:
+            if "forward" not in vars(module):
+                module.forward = functools.partial(forward, module)
+                changed.append(module)
     return changed
+
+
+def norms_and_gated_mlps(backbone: Any) -> tuple[list[Any], list[Any]]:
+    """Return the norms that layers hand to linear layers, and the MLPs of gate, up and down alone."""
+    found = find_layers(backbone)
+    layers = () if found is None else found.layers
+    norms = [module for layer in layers for module in layer.children() if "norm" in type(module).__name__.lower()]
+    modules = [module for layer in layers for module in layer.modules()]
+    return norms, [module for module in modules if _GATED <= module._modules.keys() <= {*_GATED, "act_fn"}]
 
 
 def keep_inputs(backbone: Any) -> None:
@@ -73,11 +78,11 @@ def _normed(norm: Any, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 
 
 def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    gate, up, compute = mlp.gate_proj(x), mlp.up_proj(x), functools.partial(_product, mlp)
+    gate, up, compute = mlp.gate_proj(x), mlp.up_proj(x), functools.partial(gated_product, mlp)
     return mlp.down_proj(_marked(compute(gate, up), compute, gate, up))
 
 
-def _product(mlp: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated_product(mlp: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return what `down_proj` reads, by the code of the MLP itself."""
     with temporary_attributes(mlp, gate_proj=lambda x: gate, up_proj=lambda x: up, down_proj=lambda product: product):
         return type(mlp).forward(mlp, gate)

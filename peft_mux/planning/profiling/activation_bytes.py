@@ -11,7 +11,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
 from peft_mux.kernels.attention import MAX_TOKENS
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.attention import packed
+from peft_mux.modeling.attention.varlen import unsupported_attention
 from peft_mux.modeling.backbone.liger import fused_without_data
 from peft_mux.modeling.backbone.modules import find_layers, first_layers, is_meta, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.backbone.quantized import quantized_layers
@@ -160,7 +162,8 @@ def _kept_per_token(
         hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
         with in_mode(described, training=True), temporary_attributes(objectives, are_rows_made_up=True):
             recorded = kept.by_layer(described.backbone)
-            with mode, recorded, hooks, recomputed, described.multiplexing(batch):
+            attention = _one_attention_call() if device_type == "cuda" else nullcontext()
+            with mode, recorded, hooks, recomputed, attention, described.multiplexing(batch):
                 hidden_TD = described.hidden_states(batch)
                 # The heads of single tasks are small, and left out. Of the shared one the log-likelihoods take the
                 # memory, whatever is computed from them; made-up rows lack what losses read.
@@ -340,6 +343,15 @@ class _AutocastOnMeta(TorchFunctionMode):
         assert self.kept is not None, "set before anything runs"
         self.kept.note_cast(value, cast)
         return cast
+
+
+def _one_attention_call() -> AbstractContextManager[None]:
+    """Let attention be one call for all sequences in the `with` block, where a GPU has a kernel for it."""
+    return temporary_attributes(
+        packed,
+        varlen_support=lambda device, dtype, head_dim, **options: unsupported_attention(dtype, head_dim, **options),
+        varlen_attention=lambda q, k, v, *bounds, **options: _FusedAttentionStub.apply(q, k, v),
+    )
 
 
 class _FusedAttentionStub(torch.autograd.Function):

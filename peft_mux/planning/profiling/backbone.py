@@ -22,6 +22,7 @@ from torch import nn
 
 from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
 from peft_mux.modeling.adapters.lora.layer import LinearGroup
+from peft_mux.modeling.backbone.modules import first_layers
 from peft_mux.planning.model_shape import config_of, model_shape, plain_backbone
 from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import Overlap
@@ -30,7 +31,7 @@ from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Profile, profi
 from peft_mux.scheduler.plan import Link
 from peft_mux.storage import write_file
 
-_PART_VERSION = "2"
+_PART_VERSION = "3"
 """Version of what is measured and how; profiles of another version are measured again."""
 _LEAST_REPEATS = 2
 _MOST_REPEATS = 25
@@ -40,6 +41,8 @@ _ADAPTER_TOKENS = (16, 64, 256, 1024)
 _TARGETS = (16, 64, 256, 1024, 2048)
 _PARAMETERS = (10_000, 100_000, 1_000_000, 4_000_000)
 _ATTENTION_TOKENS = 1024
+_MOST_CYCLES_PER_S = 3e9
+"""More than the clock of any GPU."""
 
 Points = tuple[list[float], list[float]]
 """Counts (of tokens, targets or parameters) and the seconds that each takes."""
@@ -49,7 +52,8 @@ class Stopwatch:
     """Times functions on a device: warm-up, repetitions within a budget of seconds, medians.
 
     `torch.utils.benchmark.Timer` does not replace it: functions that are compared run in turns here, so that both meet
-    the same noise, and on CUDA events leave out the host's time between launches.
+    the same noise, and on CUDA the host's time between launches is left out: events lie around the work of a function,
+    which the device begins once all of it is launched.
 
     Args:
         device: the device on which the functions run; on CUDA they are timed by events.
@@ -70,26 +74,37 @@ class Stopwatch:
         # Seconds that all measurements so far would have taken with the fewest repetitions.
         self._least_s = 0.0
 
-    def measure(self, *runs: Callable[[], Any], share: float) -> list[float]:
+    def measure(self, *runs: Callable[[], Any], share: float, is_on_device: bool = True) -> list[float]:
         """Return the median seconds of functions that run in turns.
 
         Args:
             runs: each is called once to warm up, at least twice to measure, and more often while the share lasts.
             share: part of the budget that may be spent on all of them, in (0, 1].
+            is_on_device: whether time in which a GPU waits for the host is left out.
         """
         start_s = self._wall()
         taken: list[list[float]] = [[] for _ in runs]
         for run in runs:
             self._time_once(run)
+        hosts_s = [self.host_s(run) for run in runs] if is_on_device else [0.0] * len(runs)
         for count in range(_MOST_REPEATS):
             if count == _LEAST_REPEATS:
                 self._least_s += self._wall() - start_s
             if count >= _LEAST_REPEATS and self._wall() - start_s > share * self._budget_s:
                 break
-            for seconds, run in zip(taken, runs, strict=True):
-                seconds.append(self._time_once(run))
+            for seconds, run, host_s in zip(taken, runs, hosts_s, strict=True):
+                seconds.append(self._time_once(run, host_s))
         # Not the mean: other programs on the machine make single runs several times as long.
         return [statistics.median(seconds) for seconds in taken]
+
+    def host_s(self, run: Callable[[], Any]) -> float:
+        """Return the seconds that the host takes to launch the work of a function; 0 on a CPU, which does it too."""
+        if self._device.type != "cuda":
+            return 0.0
+        torch.cuda.synchronize(self._device)
+        start_s = self._timer()
+        run()
+        return self._timer() - start_s
 
     def affordable(self, points: Sequence[int], *, part: float) -> Iterator[int]:
         """Yield points in ascending order; from the third on only those that should fit into a part of the budget.
@@ -109,14 +124,16 @@ class Stopwatch:
     def _remaining_s(self) -> float:
         return self._budget_s - (self._wall() - self._start_s)
 
-    def _time_once(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of one call."""
+    def _time_once(self, run: Callable[[], Any], host_s: float = 0.0) -> float:
+        """Return the seconds of one call; a GPU begins only after `host_s`."""
         if self._device.type != "cuda":
             start_s = self._timer()
             run()
             return self._timer() - start_s
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
+        if host_s:
+            torch.cuda._sleep(int(host_s * _MOST_CYCLES_PER_S))
         begin.record()
         run()
         end.record()
@@ -221,19 +238,28 @@ def device_name(device: torch.device) -> str:
 def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> Profile:
     # Weights that are read for the first time and threads that start would count as the first point.
     stopwatch.measure(subject.layers_runner(64), share=0.02)
-    layer, embedding, forward_fraction = _layer_times(subject, stopwatch)
+    layer, embedding, recompute, forward_fraction = _layer_times(subject, stopwatch)
     attention, attention_call_s = _attention_times(subject, stopwatch)
     head = _head_times(subject, stopwatch)
     parameters, update_s = [], []
     for count in stopwatch.affordable(_PARAMETERS, part=0.05):
         parameters.append(float(count))
-        update_s += stopwatch.measure(subject.update_runner(count), share=0.01)
+        update_s += stopwatch.measure(subject.update_runner(count), share=0.01, is_on_device=False)
     # A whole pass of two short sequences, where overheads have the largest share.
     rank, lengths = RANKS[0], (16, 32)
     small_names = tuple(f"r{rank}_{number}" for number in range(len(lengths)))
-    (small_pass_s,) = stopwatch.measure(subject.pass_runner(lengths, small_names), share=0.02)
+    small_pass = subject.pass_runner(lengths, small_names)
+    (small_pass_s,) = stopwatch.measure(small_pass, share=0.02, is_on_device=False)
+    # The host's time of layers, without what it takes around them, is that of the second half of them.
+    first_half, host_s = max(1, subject.num_layers // 2), []
+    for count in (first_half, subject.num_layers):
+        with first_layers(subject.model.backbone, count):
+            host_s.append(statistics.median(stopwatch.host_s(small_pass) for _ in range(_LEAST_REPEATS + 1)))
+    layer_host_s = max(host_s[1] - host_s[0], 0.0) / max(1, subject.num_layers - first_half)
     step_names = [name for name in subject.model.tasks[:4] for _ in range(8)]
-    (step_overhead_s,) = stopwatch.measure(lambda: subject.batch([64] * len(step_names), step_names), share=0.01)
+    (step_overhead_s,) = stopwatch.measure(
+        lambda: subject.batch([64] * len(step_names), step_names), share=0.01, is_on_device=False
+    )
     adapter, utilization = _adapter_times(subject, stopwatch)
     profile = Profile(
         device=names["device"],
@@ -250,6 +276,9 @@ def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> P
         step_overhead_s=step_overhead_s,
         attention_call_s=attention_call_s,
         forward_fraction=forward_fraction,
+        layer_host_s=layer_host_s,
+        recompute=Curve.measured(*recompute),
+        recompute_host_s=stopwatch.host_s(subject.recompute_runner(_TOKENS[0])) / subject.num_layers,
         source="measured",
     )
     # What the small pass took in addition to its predicted parts is the overhead of each pass. Parts are medians by
@@ -261,23 +290,26 @@ def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> P
     )
 
 
-def _layer_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, Points, float]:
-    """Return one layer's seconds over tokens, those outside of the layers, and the share of the forward."""
-    layer_s, embedding_s, counts, forward_part = [], [], [], 0.5
+def _layer_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, Points, Points, float]:
+    """Return seconds of a layer, outside of layers and of what `selective_recompute` adds, and the forward's share."""
+    layer_s, embedding_s, recompute_s, counts, forward_part = [], [], [], [], 0.5
     for tokens in stopwatch.affordable(_TOKENS, part=0.25):
-        whole, around, forward = stopwatch.measure(
+        whole, around, forward, again = stopwatch.measure(
             subject.layers_runner(tokens),
             subject.layers_runner(tokens, has_layers=False),
             subject.layers_runner(tokens, forward_only=True),
+            subject.recompute_runner(tokens),
             share=0.2 / len(_TOKENS),
         )
         counts.append(float(tokens))
         embedding_s.append(around)
         # Measured in turns, so that what surrounds the layers is subtracted under the same noise.
         layer_s.append(max(whole - around, 0.0) / subject.num_layers)
+        recompute_s.append(again / subject.num_layers)
         forward_part = forward / whole
     # From the largest shape, where noise has the smallest share, and clamped to plausible bounds.
-    return (counts, layer_s), (counts, embedding_s), min(max(forward_part, 0.1), 0.9)
+    points = (counts, layer_s), (counts, embedding_s), (counts, recompute_s)
+    return *points, min(max(forward_part, 0.1), 0.9)
 
 
 def _attention_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, float]:

@@ -18,6 +18,7 @@ from peft_mux.modeling.adapters.lora.layer import LinearGroup
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.backbone.modules import language_model
+from peft_mux.modeling.backbone.recompute import gated_product, norms_and_gated_mlps
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import temporary_attributes
 from peft_mux.planning.model_shape import config_of, model_shape, plain_backbone, shortened_config
@@ -141,6 +142,26 @@ class Subject:
                 hidden_TD = self.model.hidden_states(batch)
                 if not forward_only:
                     hidden_TD.backward(torch.ones_like(hidden_TD))
+
+        return run
+
+    def recompute_runner(self, tokens: int) -> Callable[[], None]:
+        """Return a function that computes what backward passes of all layers compute again (`recompute_inputs`)."""
+        norms, mlps = norms_and_gated_mlps(self.model.backbone)
+        hidden_size = config_of(self.model).get_text_config().hidden_size
+
+        def rows(width: int) -> torch.Tensor:
+            return torch.randn(1, tokens, width, device=self.device, dtype=self.dtype)
+
+        normed = [(norm, rows(hidden_size)) for norm in norms]
+        states = [(mlp, rows(mlp.gate_proj.out_features), rows(mlp.gate_proj.out_features)) for mlp in mlps]
+
+        def run() -> None:
+            with torch.no_grad(), self.precision():
+                for norm, x in normed:
+                    norm(x)
+                for mlp, gate, up in states:
+                    gated_product(mlp, gate, up)
 
         return run
 

@@ -274,6 +274,8 @@ class Profile:
         link: the link between two devices; `None` for one device.
         overlap: what passes in turns cost and hide among the devices of a stage; `None` if that was not measured.
         layer_host_s: seconds of the host to launch one layer while the device computes; 0 if the times include it.
+        recompute: seconds over tokens, what the backward pass of one layer computes again with `selective_recompute`.
+        recompute_host_s: seconds of the host to launch that.
         graph_tokens: most tokens of a pass that is replayed as a CUDA graph, without these launches; 0 for none.
 
     Raises:
@@ -298,6 +300,8 @@ class Profile:
     link: Link | None = None
     overlap: Overlap | None = None
     layer_host_s: float = 0.0
+    recompute: Curve = Curve((1.0,), (0.0,))
+    recompute_host_s: float = 0.0
     graph_tokens: int = 0
     source: Literal["measured", "analytic"] = "measured"
 
@@ -306,7 +310,7 @@ class Profile:
             raise ValueError(
                 f"forward_fraction must be between 0 and 1, got {self.forward_fraction}. Backward takes the rest."
             )
-        for name in ("pass_overhead_s", "step_overhead_s", "attention_call_s", "layer_host_s"):
+        for name in ("pass_overhead_s", "step_overhead_s", "attention_call_s", "layer_host_s", "recompute_host_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}. Give seconds.")
         if self.source not in ("measured", "analytic"):
@@ -380,7 +384,7 @@ def corrected(profile: Profile, factors: Parts) -> Profile:
         overlap = replace(overlap, turn_s=overlap.turn_s * factors.fixed, host_s=overlap.host_s * factors.fixed)
     return replace(
         profile,
-        **{name: getattr(profile, name).scaled(factors.tokens) for name in ("layer", "embedding", "head")},
+        **{name: getattr(profile, name).scaled(factors.tokens) for name in ("layer", "embedding", "head", "recompute")},
         attention=profile.attention.scaled(factors.attention),
         attention_call_s=profile.attention_call_s * factors.attention,
         adapter=profile.adapter.scaled(factors.adapters),
@@ -388,8 +392,23 @@ def corrected(profile: Profile, factors: Parts) -> Profile:
         step_overhead_s=profile.step_overhead_s * factors.optimizer,
         pass_overhead_s=profile.pass_s * factors.fixed,
         layer_host_s=profile.layer_host_s * factors.fixed,
+        recompute_host_s=profile.recompute_host_s * factors.fixed,
         link=None if profile.link is None else profile.link.slowed(factors.communication),
         overlap=overlap,
+    )
+
+
+def with_recomputed_inputs(profile: Profile) -> Profile:
+    """Return the profile of a run with `selective_recompute`, if tasks adapt all linear layers."""
+    layer_s = np.array(profile.layer.values)
+    longer_s = layer_s + profile.recompute(profile.layer.counts)
+    # What is computed again is part of the backward: of the whole the forward is a smaller share.
+    forward_fraction = profile.forward_fraction * layer_s[-1] / longer_s[-1] if longer_s[-1] else 0.5
+    return replace(
+        profile,
+        layer=Curve.measured(profile.layer.counts, longer_s),
+        forward_fraction=float(forward_fraction),
+        layer_host_s=profile.layer_host_s + profile.recompute_host_s,
     )
 
 
@@ -414,6 +433,8 @@ class Execution:
             heads have more than 128 channels.
         layer_host_s: seconds of the host to launch one layer, forward and backward. A pass takes as long as the
             device or the host, whichever is slower.
+        recompute_reads: as `elementwise_reads`, of what the backward pass computes again with `selective_recompute`.
+        recompute_host_s: seconds of the host to launch that for one layer.
         graph_tokens: most tokens of a pass that is replayed as a CUDA graph; 0 for none.
     """
 
@@ -425,6 +446,8 @@ class Execution:
     attention_tile_s: float = 0.31e-6 / 128
     short_row_tokens: int = 64
     layer_host_s: float = 2.7e-3
+    recompute_reads: float = 11.9
+    recompute_host_s: float = 0.4e-3
     graph_tokens: int = 0
 
 
@@ -437,6 +460,8 @@ IDEAL = Execution(
     attention_tile_s=0.0,
     short_row_tokens=0,
     layer_host_s=0.0,
+    recompute_reads=3.2,
+    recompute_host_s=0.0,
 )
 """Assumed, for software that is not ours and for CPUs: fused operators, every byte at the rate of a copy, no host."""
 EAGER = Execution(elementwise_reads=59)
@@ -452,15 +477,20 @@ EAGER = Execution(elementwise_reads=59)
 | attention_tile_s | 0.31 us / 128 | inferred: the rest of `floor` in `benchmarks/results/gpu-h100.json` |
 | short_row_tokens | 64 | by design (`peft_mux.kernels.attention`, heads of up to 128 channels); not timed |
 | layer_host_s | 2.7 ms | measured: 5.5 ms there, times 0.49 by `benchmarks.training.host_passes` since then |
+| recompute_reads | 11.9 | computed: bytes by operator of two norms and the activated product of Llama-3-8B |
+| recompute_host_s | 0.4 ms | `layer_host_s` times 0.14 by `benchmarks.training.host_passes` with and without it |
 """
-FUSED = replace(EAGER, elementwise_reads=10)
-"""The same with Liger's kernels (computed: bytes of its operators in `tests/pretended_cuda`); no GPU has timed it."""
+FUSED = replace(EAGER, elementwise_reads=10, recompute_reads=3.2, recompute_host_s=0.7e-3)
+"""The same with Liger's kernels (computed: bytes of its operators in `tests/pretended_cuda`; they take 25 % more of the
+host's time if `selective_recompute` runs three of them again); no GPU has timed it."""
 
 # Assumptions of analytic profiles, for which there is no data sheet and nothing was measured.
 _ATTENTION_PART = 0.6
 """Of the efficiency of products, what fused attention is assumed to reach."""
 _LAYER_OPERATORS = 30
 """Launches of one decoder layer, forward and backward, without adapters."""
+_RECOMPUTED_OPERATORS = 3
+"""Launches of what `selective_recompute` computes again: two norms and the product of the MLP."""
 _TILE_ROWS = 128
 SHORT_ROW_CHANNELS = 128
 """Most channels of a head for which `peft_mux.kernels.attention` computes short rows; a test compares the two."""
@@ -522,9 +552,9 @@ def analytic_profile(
 
     # Forward and gradient of the input: frozen weights get no gradient.
     layer_s = sum(2 * product_s(inputs * outputs, read) for inputs, outputs, read in linears)
-    layer_s += (
-        execution.elementwise_reads * _COUNTS * (d + i) * item_bytes / bytes_per_s + _LAYER_OPERATORS * a_launch_s
-    )
+    one_read_s = _COUNTS * (d + i) * item_bytes / bytes_per_s
+    layer_s += execution.elementwise_reads * one_read_s + _LAYER_OPERATORS * a_launch_s
+    recompute_s = execution.recompute_reads * one_read_s + _RECOMPUTED_OPERATORS * a_launch_s
     # Causal attention: half of the scores. Two products forward, five backward, where scores are computed again.
     longest = execution.short_row_tokens if shape.head_dim <= SHORT_ROW_CHANNELS else 0
     lengths = np.union1d(_COUNTS, [longest + 1]) if longest else _COUNTS
@@ -565,6 +595,8 @@ def analytic_profile(
         pass_overhead_s=20 * a_launch_s,
         step_overhead_s=50 * a_launch_s,
         layer_host_s=execution.layer_host_s,
+        recompute=Curve.measured(_COUNTS, recompute_s),
+        recompute_host_s=execution.recompute_host_s,
         graph_tokens=execution.graph_tokens,
         versions=(("analytic", "1"),),
         link=link,
