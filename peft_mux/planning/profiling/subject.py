@@ -17,7 +17,7 @@ from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.lora.layer import LinearGroup
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
-from peft_mux.modeling.backbone.modules import language_model
+from peft_mux.modeling.backbone.modules import find_layers, language_model
 from peft_mux.modeling.backbone.recompute import gated_product, norms_and_gated_mlps
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import temporary_attributes
@@ -74,22 +74,13 @@ class Subject:
             if isinstance(forward, MultiplexedForward) and forward.group is not None:
                 group_of.setdefault(id(forward.group), forward.group)
         self.groups = list(group_of.values())
-        base_model = language_model(self.model.backbone)
-        # The parent module and the name of the list of decoder layers.
-        self._layer_list = next(
-            (
-                (parent, name)
-                for parent in base_model.modules()
-                for name, child in parent.named_children()
-                if isinstance(child, nn.ModuleList) and len(child) == self.num_layers
-            ),
-            None,
-        )
-        if self._layer_list is None:
+        found = find_layers(self.model.backbone)
+        if found is None:
             raise ValueError(
-                f"{type(base_model).__name__} must keep its {self.num_layers} layers in one ModuleList, as "
+                f"{type(language_model(self.model.backbone)).__name__} must keep its {self.num_layers} layers in one ModuleList, as "
                 "transformers models do. Give a stored profile, or plan with data-sheet numbers."
             )
+        self._layers = found
         # An attention module, the shapes of its queries, keys and values, and its other arguments.
         self._attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None
 
@@ -259,8 +250,7 @@ class Subject:
         hook = backbone.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: output.detach().requires_grad_()
         )
-        parent, name = self._layer_list  # type: ignore[misc]
-        layers = getattr(parent, name)
+        parent, name, layers = self._layers
         if not has_layers:
             setattr(parent, name, nn.ModuleList())
         try:
