@@ -76,9 +76,10 @@ class Subject:
         self.groups = list(group_of.values())
         found = find_layers(self.model.backbone)
         if found is None:
+            name = type(language_model(self.model.backbone)).__name__
             raise ValueError(
-                f"{type(language_model(self.model.backbone)).__name__} must keep its {self.num_layers} layers in one ModuleList, as "
-                "transformers models do. Give a stored profile, or plan with data-sheet numbers."
+                f"{name} must keep its {self.num_layers} layers in one ModuleList, as transformers models do. Give a "
+                "stored profile, or plan with data-sheet numbers."
             )
         self._layers = found
         # An attention module, the shapes of its queries, keys and values, and its other arguments.
