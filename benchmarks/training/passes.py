@@ -76,7 +76,7 @@ class Pass:
         """Leave the frozen backbone, whose embeddings get a gradient."""
         embeddings = self.model.backbone.get_input_embeddings()
         hook = embeddings.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
-        with self.model.without_adapters():
+        with self.model.disable_adapter():
             yield
         hook.remove()
 

@@ -1,4 +1,4 @@
-"""What is known of each PEFT type: how it runs here, which of its settings are refused, and where it can be held.
+"""Facts about each PEFT type: how it runs here, which settings are refused, and which parts of a model can hold it.
 
 The table names types instead of importing them, because releases of PEFT have more types or fewer. A type without an
 entry is refused. What the types train is described in `docs/peft_types.md`, which `tools/peft_types.py` writes.

@@ -17,7 +17,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -132,7 +131,7 @@ class Relaxed(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """What moves the locations of gates when they are drawn: `log u - log(1 - u)`, for `u` uniform in (0, 1).
+    """Noise that is added to the locations of gates in training: `log u - log(1 - u)`, for `u` uniform in (0, 1).
 
     Attributes:
         noise_KD: one for each element.
@@ -440,11 +439,17 @@ class MultiplexedDiff(MultiplexedForward):
         y = base_output(layer.base_layer, x, self.name)
 
         def changed(segment: RowSegment, y_NK: torch.Tensor, x_ND: torch.Tensor) -> Any:
-            noise = self.noise(segment) if layer.training else None
-            run = partial(_with_difference, layer.stretches[segment.adapter], noise)
-            tensors = layer.parts_of(segment.adapter)
+            stretch, noise = layer.stretches[segment.adapter], self.noise(segment) if layer.training else None
+
+            def with_difference(y_NK: torch.Tensor, x_ND: torch.Tensor, *parts: Any) -> torch.Tensor:
+                # The frozen layer has settled the dtype; autocast would cast each product by itself.
+                with torch.autocast(y_NK.device.type, enabled=False):
+                    delta_KD = gated_delta(Relaxed(*parts), stretch, noise)
+                    return torch.addmm(y_NK, x_ND.to(y_NK.dtype), delta_KD.to(y_NK.dtype).t())
+
+            parts = layer.parts_of(segment.adapter)
             # Recomputed in the backward pass, as a difference is as large as the frozen weight.
-            return checkpoint(run, y_NK, x_ND, *tensors, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(with_difference, y_NK, x_ND, *parts, use_reentrant=False, preserve_rng_state=False)
 
         deltas = {} if layer.disable_adapters else layer.diff_pruning_delta
         return self.by_task(deltas, y, changed, x.reshape(-1, x.shape[-1]))
@@ -463,18 +468,9 @@ class MultiplexedDiff(MultiplexedForward):
                 noise = noise._replace(noise_K=uniform_K.logit_().half())
             # Kept for the step, in 2 bytes an element, next to the 32 that AdamW holds of it.
             self._drawn[rows.adapter] = seed, noise
-            self._drawn = {adapter: own for adapter, own in self._drawn.items() if adapter in layer.diff_pruning_delta}
+            held = layer.diff_pruning_delta
+            self._drawn = {adapter: drawn for adapter, drawn in self._drawn.items() if adapter in held}
         return noise
-
-
-def _with_difference(
-    stretch: Stretch, noise: Noise | None, y_NK: torch.Tensor, x_ND: torch.Tensor, *parts: torch.Tensor | None
-) -> torch.Tensor:
-    """Return `[N, K]`, the frozen layer's output for rows of one task with the task's difference applied."""
-    # The frozen layer has settled the dtype; autocast would cast each product by itself.
-    with torch.autocast(y_NK.device.type, enabled=False):
-        delta_KD = gated_delta(Relaxed(*parts), stretch, noise)  # type: ignore[arg-type]
-        return torch.addmm(y_NK, x_ND.to(y_NK.dtype), delta_KD.to(y_NK.dtype).t())
 
 
 class DiffPruningKind(OwnMethodKind):

@@ -1,4 +1,4 @@
-"""What our own PEFT methods share: their configuration, their tuner, and how PEFT learns of them.
+"""Base classes of the PEFT methods that peft_mux adds: configuration, tuner and kind; and their registration in PEFT.
 
 `PeftType` lists PEFT's own types only, so `own_peft_type` adds a member to it.
 """

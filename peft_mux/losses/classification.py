@@ -104,8 +104,8 @@ def head_outputs(
             # Tasks of another kind have none, and nothing reads their rows. A `ModuleDict` has no `get`.
             head = copies[adapter] if adapter in copies else wrapper.original_module  # noqa: SIM401
         # One task at a time, as heads have classes of their own: all rows before and after this task's are left out.
-        own_offsets = (0,) * (index + 1) + (end - start,) * (len(offsets) - index - 1)
-        with model.stream.selected_rows(own_offsets, places[start:end], model.adapters):
+        task_offsets = (0,) * (index + 1) + (end - start,) * (len(offsets) - index - 1)
+        with model.stream.selected_rows(task_offsets, places[start:end], model.adapters):
             logits.append(head(states[start:end]))
     return logits
 
@@ -124,11 +124,11 @@ class ClassificationHead(TaskHead):
     ) -> list[SequenceOutputs]:
         """Return the logits of each task's own head, with the labels of its sequences."""
         outputs = []
-        for index, own_SC in enumerate(task_logits(hidden_TD, batch, model)):
+        for index, task_SC in enumerate(task_logits(hidden_TD, batch, model)):
             sequences = slice(batch.sequence_offsets[index], batch.sequence_offsets[index + 1])
             outputs.append(
                 SequenceOutputs(
-                    logits_SC=own_SC,
+                    logits_SC=task_SC,
                     class_labels=None if batch.class_labels is None else batch.class_labels[sequences],
                     problem_type=getattr(model.backbone.config, "problem_type", None),
                     **common_fields(batch, index),
@@ -254,20 +254,20 @@ class TokenClassificationHead(TaskHead):
         logits = token_logits(hidden_TD, batch.target_rows, batch.target_offsets, batch, model)
         return [
             SequenceOutputs(
-                logits_SC=own_MC,
+                logits_SC=task_MC,
                 class_labels=labels_M[batch.target_offsets[index] : batch.target_offsets[index + 1]],
                 **common_fields(batch, index),
             )
-            for index, own_MC in enumerate(logits)
+            for index, task_MC in enumerate(logits)
         ]
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
         """Return the logits `[L, C]` of every sequence."""
         rows = torch.arange(batch.num_tokens, device=hidden_TD.device)
         logits = []
-        for index, own_TC in enumerate(token_logits(hidden_TD, rows, batch.task_offsets, batch, model)):
+        for index, task_TC in enumerate(token_logits(hidden_TD, rows, batch.task_offsets, batch, model)):
             first, last = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
-            logits += own_TC.split(list(batch.sequence_lengths[first:last]))
+            logits += task_TC.split(list(batch.sequence_lengths[first:last]))
         return logits
 
     def labels(self, batch: TaskBatch, micro_batch: MuxBatch) -> Iterator[np.ndarray]:

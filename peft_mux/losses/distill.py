@@ -47,7 +47,7 @@ class DistillArgs(LossArgs):
 
 
 class DistillLoss(Objective):
-    """How far the student's distribution of each target is from the teacher's; see the module."""
+    """Divergence of the student's distribution of each target from the teacher's; see the module."""
 
     name = "distill"
     loss_types = ("forward_kl", "forward_kl_tail", "cross_entropy")

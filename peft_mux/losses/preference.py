@@ -58,7 +58,7 @@ REWARD_STATISTICS = (
     "logps/chosen",
     "logps/rejected",
 )
-"""What losses of pairs log, under TRL's names; all are means over the pairs of the global batch."""
+"""Statistics of losses of pairs, under TRL's names; all are means over the pairs of the global batch."""
 
 
 def reward_statistics(

@@ -21,8 +21,8 @@ from peft_mux.user_code import guard_user_code
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnArgs(LossArgs):
-    """Arguments of a function of the task's own.
+class UserLossArgs(LossArgs):
+    """Arguments of a user's function.
 
     Attributes:
         function: takes `TokenOutputs`; returns a scalar that is this micro-batch's part of the mean over the global
@@ -35,16 +35,16 @@ class OwnArgs(LossArgs):
     needs_reference: bool = False
 
 
-class OwnLoss(Objective):
-    """What a function makes of the log-probabilities of a task's targets; rows are never split among passes."""
+class UserLoss(Objective):
+    """The result of a user's function for the log-probabilities of a task's targets; rows stay whole in a pass."""
 
     name = OWN
     loss_types = ("own",)
     head = LANGUAGE_HEAD
     row_form = replace(LANGUAGE_ROWS, is_one_term=True)
-    Args = OwnArgs
+    Args = UserLossArgs
 
-    def loss(self, outputs: TokenOutputs, args: OwnArgs) -> TaskLoss:
+    def loss(self, outputs: TokenOutputs, args: UserLossArgs) -> TaskLoss:
         """Return the result of the function for the targets.
 
         Raises:
@@ -80,9 +80,9 @@ class OwnLoss(Objective):
                 )
             if outputs.nll_M.requires_grad and num_targets:
                 _require_outputs_alone(loss, leaves)
-                found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-                for gradient, own in zip(gradients, found, strict=True):
-                    gradient.copy_(own.detach())
+                computed = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+                for gradient, values in zip(gradients, computed, strict=True):
+                    gradient.copy_(values.detach())
             number.copy_(loss.detach())
         return TaskLoss(_WithGradients.apply(number, *gradients, *given))
 
@@ -93,7 +93,7 @@ def _require_outputs_alone(loss: Tensor, leaves: list[Tensor]) -> None:
     The loss is called once for every micro-batch and on every process that has rows, so that a penalty on weights would
     count as often.
     """
-    seen, waiting, others = set(), [loss.grad_fn], [loss] if loss.is_leaf and loss.requires_grad else []
+    seen, waiting, inputs = set(), [loss.grad_fn], [loss] if loss.is_leaf and loss.requires_grad else []
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -101,15 +101,15 @@ def _require_outputs_alone(loss: Tensor, leaves: list[Tensor]) -> None:
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
         if isinstance(node, torch._C._functions.AccumulateGrad):
-            others.append(node.variable)
-    others, own = [one for one in others if all(one is not leaf for leaf in leaves)], len(others)
+            inputs.append(node.variable)
+    others = [tensor for tensor in inputs if all(tensor is not leaf for leaf in leaves)]
     if others:
         raise DataError(
             f"the objective must be computed from its outputs alone, got one that also reads a tensor of shape "
             f"{list(others[0].shape)} that requires a gradient, such as a weight, which would get none. Detach it; "
             "weight_decay penalises weights."
         )
-    if not own:
+    if not inputs:
         raise DataError("the objective must depend on outputs.nll_M with a gradient, got one that trains nothing.")
 
 
@@ -118,8 +118,8 @@ def _with_copies(outputs: TokenOutputs) -> TokenOutputs:
     batch = outputs.batch
     if batch is not None:
         tensors = {item.name: value for item in fields(batch) if isinstance(value := getattr(batch, item.name), Tensor)}
-        own = {name: _copy_of(value) for name, value in tensors.items()}
-        batch = replace(batch, target_columns=(), row_values=(), totals=(), shared=None, **own)
+        copies = {name: _copy_of(value) for name, value in tensors.items()}
+        batch = replace(batch, target_columns=(), row_values=(), totals=(), shared=None, **copies)
     sums = outputs.batch_values
     return replace(
         outputs,
@@ -153,4 +153,4 @@ class _WithGradients(torch.autograd.Function):
         return None, *(None for _ in gradients), *(gradient * d_loss for gradient in gradients)
 
 
-register_objective(OwnLoss())
+register_objective(UserLoss())

@@ -30,7 +30,7 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters.checks import check_configs
 from peft_mux.modeling.adapters.copies import only_adapter
-from peft_mux.modeling.adapters.injection import Origin, injecting, own_copy
+from peft_mux.modeling.adapters.injection import Origin, completed_copy, injecting
 from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.trained_parts import only_rows_of, select_biases
 from peft_mux.modeling.adapters.tuners import merge_and_unload
@@ -120,7 +120,7 @@ class TaskView:
 
     def __init__(self, model: MultiTaskPeftModel, name: str) -> None:
         self._model, self._name, self._adapter = model, name, model.adapter_of(name)
-        self._kind = model.registry.kind_of(name)
+        self._kind = model.registry[name].kind
 
     @contextmanager
     def selected(self) -> Iterator[MultiTaskPeftModel]:
@@ -245,7 +245,7 @@ class MultiTaskPeftModel(PeftModel):
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
-        config, adapter = own_copy(peft_configs[first], model), self.registry.next_adapter
+        config, adapter = completed_copy(peft_configs[first], model), self.registry.next_adapter
         try:
             with injecting(first, config, seeds.get(first, 42)) as draws:
                 kind_of(config).open(self, model, adapter, config)
@@ -278,7 +278,7 @@ class MultiTaskPeftModel(PeftModel):
     @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks, in the order of their registration."""
-        return self.registry.tasks
+        return tuple(self.registry.adapters)
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -319,11 +319,11 @@ class MultiTaskPeftModel(PeftModel):
 
     def adapter_of(self, name: str) -> str:
         """Return the internal adapter id under which PEFT knows a task; a `ConfigError` where none is held."""
-        return self.registry.adapter_of(name)
+        return self.registry[name].adapter
 
     def task_parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Return a task's own parameters, by their PEFT names without the adapter id."""
-        return self.registry.parameters_of(name)
+        return self.registry[name].parameters
 
     def print_trainable_parameters(self) -> None:
         """Print PEFT's line for each task: its own parameters, those with the backbone, and their share."""
@@ -450,10 +450,10 @@ class MultiTaskPeftModel(PeftModel):
         self.base_model.active_adapter = self.active_adapter = adapter
 
     @contextmanager
-    def alone(self, adapter: str) -> Iterator[None]:
+    def as_peft_model(self, adapter: str) -> Iterator[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
         with (
-            self.registry.tuners.alone(self, adapter, self.peft_config[adapter]),
+            self.registry.tuners.as_peft_model(self, adapter, self.peft_config[adapter]),
             only_rows_of(self.backbone, adapter),
         ):
             yield
@@ -592,7 +592,7 @@ class MultiTaskPeftModel(PeftModel):
         self._unchanging = frozenset(tasks)
         try:
             for name in self._unchanging:
-                self.registry.kind_of(name).begin_step(self, self.adapter_of(name))
+                self.registry[name].kind.begin_step(self, self.adapter_of(name))
                 self.registry.slab_of(name).refresh_copies()
             yield
         finally:
@@ -684,7 +684,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         output = self.objectives.losses(hidden_TD, batch, self)
         output = self.router_loss.added_to(output, hidden_TD, batch, self.adapters)
-        kinds = [self.registry.kind_of(name) for name in batch.task_names]
+        kinds = [self.registry[name].kind for name in batch.task_names]
         if not self.training or not any(kind.has_penalty for kind in kinds):
             return output
         losses = list(output.losses.unbind())
@@ -778,7 +778,7 @@ class MultiTaskPeftModel(PeftModel):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Switch all adapters off for the time of the `with` block; PEFT would those of the active one's type."""
+        """Switch the adapters of all types off in the `with` block; afterwards those of all tasks are trained again."""
         layers: list[Any] = [
             module
             for module in self.backbone.modules()
@@ -787,20 +787,12 @@ class MultiTaskPeftModel(PeftModel):
         for layer in layers:
             layer.enable_adapters(False)
         try:
+            select_biases(self.backbone, None)
             with temporary_attributes(self, has_prompts=False, _adapters_disabled=True):
                 yield
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Switch all adapters off for the time of the `with` block."""
-        try:
-            with self.disable_adapter():
-                select_biases(self.backbone, None)
-                yield
-        finally:
             select_biases(self.backbone, self.active_adapter or None)
             # PEFT turns gradients back on for the active adapter only.
             self.registry.mark_trainable()

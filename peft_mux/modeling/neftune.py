@@ -58,8 +58,8 @@ class EmbeddingNoise:
 
     def _add(self, embedding: nn.Module, inputs: Any, output_1UD: torch.Tensor) -> torch.Tensor:
         """Add the noise of each task that has some to its own rows."""
-        stream, batch = self._stream, self._stream.batch
-        if batch is None or not embedding.training or not any(own.adapter in self.alphas for own in stream.segments):
+        stream, batch, segments = self._stream, self._stream.batch, self._stream.segments
+        if batch is None or not embedding.training or not any(segment.adapter in self.alphas for segment in segments):
             return output_1UD
         # The number of tokens of each row, virtual ones aside; for a part of a long sequence that of the whole one.
         row_lengths = [part.num_tokens for part in batch.parts] if batch.parts else list(batch.sequence_lengths)
@@ -67,14 +67,14 @@ class EmbeddingNoise:
             row_lengths[start:end] = [length - virtual for length in row_lengths[start:end]]
         lengths_T = torch.tensor(row_lengths).repeat_interleave(torch.tensor(batch.sequence_lengths))
         lengths_U = batch.computed(lengths_T.to(output_1UD.device))
-        segments, width = stream.segments, output_1UD.shape[-1]
+        width = output_1UD.shape[-1]
         parts = list(output_1UD.split([segment.end - segment.start for segment in segments], dim=-2))
         # By slices: neither draws nor a NaN of one task reach another.
-        for index, own in enumerate(segments):
-            if own.adapter in self.alphas:
-                rows = slice(own.start, own.end)
-                scales = self.alphas[own.adapter] / torch.sqrt(lengths_U[rows].float() * width)
-                draws = philox.uniform_rows(own.draw_seed(DRAWS), stream.places[rows], width)
+        for index, segment in enumerate(segments):
+            if segment.adapter in self.alphas:
+                rows = slice(segment.start, segment.end)
+                scales = self.alphas[segment.adapter] / torch.sqrt(lengths_U[rows].float() * width)
+                draws = philox.uniform_rows(segment.draw_seed(DRAWS), stream.places[rows], width)
                 noise = (2.0 * draws - 1.0) * scales[:, None]
                 parts[index] = parts[index] + noise.to(output_1UD.dtype)
         return torch.cat(parts, dim=-2)

@@ -1,4 +1,4 @@
-"""What a process holds of a model that is divided among several.
+"""`Piece` and `PassThrough`: the part that a process holds of a model that is divided among several.
 
 A `Piece` says which part of a task's parameter a process holds: stages hold some parameters whole and others not at
 all, tensor parallel ranks hold rows or columns of them. Sums of gradients, norms and checkpoints over processes read
@@ -21,7 +21,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a process holds of one parameter.
+    """The part of one parameter that a process holds.
 
     Attributes:
         shape: shape of the whole parameter.

@@ -18,7 +18,7 @@ from torch import nn
 
 from peft_mux.errors import CheckpointError, ConfigError, closest
 from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters
-from peft_mux.modeling.adapters.injection import attach, injecting, own_copy
+from peft_mux.modeling.adapters.injection import attach, completed_copy, injecting
 from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.config import can_be_copied, equal_but_for_alpha
 from peft_mux.modeling.adapters.lora.lora_kind import set_alpha
@@ -31,8 +31,18 @@ from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
 
 @dataclass
-class _Task:
-    """One task: the configuration as given, its parameters, and the flat buffers that hold them."""
+class RegisteredTask:
+    """One task of a model.
+
+    Attributes:
+        adapter: internal id under which PEFT knows its adapter.
+        kind: the kind of the adapter.
+        given: fields of the configuration as given; PEFT completes its own copy.
+        parameters: the task's own, by their PEFT names without the adapter id.
+        slab: the flat buffers that these are views of; `None` while they have no values.
+        page_kind: says which parameters share a learning rate and a weight decay.
+        layer_norms: names of the parameters that are part of an `nn.LayerNorm`.
+    """
 
     adapter: str
     kind: AdapterKind
@@ -66,16 +76,11 @@ class TaskRegistry:
         self.pieces: dict[tuple[str, str], Piece] = {}
         self.tuners = Tuners()
         self.references: dict[str, dict[str, torch.Tensor]] = {}
-        self._tasks: dict[str, _Task] = {}
-        self._by_adapter: dict[str, _Task] = {}
+        self._tasks: dict[str, RegisteredTask] = {}
+        self._by_adapter: dict[str, RegisteredTask] = {}
         self._num_added = 0
         self._is_head_new = is_head_new
         self._fresh: dict[str, Draws] = {}  # of tasks whose weights are as drawn, of which others may be copies
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks, in the order of their registration."""
-        return tuple(self.adapters)
 
     @property
     def next_adapter(self) -> str:
@@ -84,37 +89,23 @@ class TaskRegistry:
 
     # ------------------------------------------------------------- one task
 
-    def _held(self, name: str) -> _Task:
+    def __getitem__(self, name: str) -> RegisteredTask:
+        """Return a task by its name; a `ConfigError` if there is none."""
         if name not in self._tasks:
-            allowed = f"one of {', '.join(self.tasks)}" if self.tasks else "none, because the model holds no tasks"
-            raise ConfigError(f'the task must be {allowed}, got "{name}". {closest(name, self.tasks)}'.rstrip())
+            names = tuple(self._tasks)
+            allowed = f"one of {', '.join(names)}" if names else "none, because the model holds no tasks"
+            raise ConfigError(f'the task must be {allowed}, got "{name}". {closest(name, names)}'.rstrip())
         return self._tasks[name]
-
-    def adapter_of(self, name: str) -> str:
-        """Return the internal adapter id under which PEFT knows a task.
-
-        Raises:
-            ConfigError: if there is no such task.
-        """
-        return self._held(name).adapter
 
     def was_given(self, model: Any, name: str, config: PeftConfig) -> bool:
         """Return whether a task was added with a configuration, or has it now (PEFT completes what it is given)."""
-        task = self._held(name)
+        task = self[name]
         return config.to_dict() in (task.given, model.peft_config[task.adapter].to_dict())
-
-    def kind_of(self, name: str) -> AdapterKind:
-        """Return the kind of a task's adapter."""
-        return self._held(name).kind
 
     @property
     def prompt_kind(self) -> AdapterKind | None:
         """A kind of prompts that some task has; `None` if there is none."""
         return next((task.kind for task in self._tasks.values() if not task.kind.has_targets), None)
-
-    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        """Return a task's own parameters, by their PEFT names without the adapter id."""
-        return self._held(name).parameters
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all tasks."""
@@ -128,7 +119,7 @@ class TaskRegistry:
 
     def slab_of(self, name: str) -> TaskSlab:
         """Return the flat buffers that a task's parameters are views of."""
-        slab = self._held(name).slab
+        slab = self[name].slab
         assert slab is not None, "parameters without values are not laid out"
         return slab
 
@@ -139,7 +130,7 @@ class TaskRegistry:
 
     def add(self, name: str, config: PeftConfig) -> str:
         """Add a task with the configuration as given, without parameters yet; return its adapter's id."""
-        task = _Task(self.next_adapter, kind_of(config), config.to_dict())
+        task = RegisteredTask(self.next_adapter, kind_of(config), config.to_dict())
         self.adapters[name] = task.adapter
         self._tasks[name] = self._by_adapter[task.adapter] = task
         # Never counted down: an id is not given twice.
@@ -162,7 +153,7 @@ class TaskRegistry:
             device: the device of the buffers if there are no parameters.
             are_described: whether they have shapes but no values; then they are not laid out.
         """
-        task = self._held(name)
+        task = self[name]
         task.parameters = dict(parameters)
         if not are_described:
             # The kind says how its kernels want to read them (`AdapterKind.slot`).
@@ -178,7 +169,7 @@ class TaskRegistry:
 
     def divide_pages(self, model: Any, name: str, kind_of: PageKind) -> None:
         """Lay out a task again if its parameters are in pages of other kinds: tensors with one learning rate each."""
-        task = self._held(name)
+        task = self[name]
         if task.page_kind is not kind_of:
             task.page_kind = kind_of
             if task.slab is not None:
@@ -191,7 +182,7 @@ class TaskRegistry:
         """Return the part of each of a task's parameters that this process holds."""
         return {
             key: self.pieces.get((name, key)) or Piece.whole(parameter.shape)
-            for key, parameter in self.parameters_of(name).items()
+            for key, parameter in self[name].parameters.items()
         }
 
     def forget_pieces(self, name: str) -> None:
@@ -218,13 +209,13 @@ class TaskRegistry:
                     f'task "{name}": {key} must be the whole tensor of the registered adapter, {list(piece.shape)}, '
                     f"got {'nothing' if got is None else f'shape {list(got)}'}."
                 )
-        for key, parameter in self.parameters_of(name).items():
+        for key, parameter in self[name].parameters.items():
             parameter.copy_(pieces[key].take(tensors[key]))
 
     @contextmanager
     def reference_weights(self, names: Collection[str]) -> Iterator[None]:
         """Give tasks the weights of their `references` in the `with` block, in place; restore their own afterwards."""
-        held = [(item, self.references[name][key]) for name in names for key, item in self.parameters_of(name).items()]
+        held = [(item, self.references[name][key]) for name in names for key, item in self[name].parameters.items()]
         trained = [item.detach().clone() for item, _ in held]
         try:
             with torch.no_grad():
@@ -256,7 +247,7 @@ class TaskRegistry:
         Raises:
             ConfigError: if PEFT refuses an adapter, or a head cannot have so many classes; then no task is added.
         """
-        before, backbone = self.tasks, model.backbone
+        before, backbone = set(self.adapters), model.backbone
         # The garbage collector would look at all modules again and again, none of which is garbage.
         collects = gc.isenabled()
         gc.disable()
@@ -268,7 +259,7 @@ class TaskRegistry:
                     if (alike := self._alike(model, config, seed)) is not None:
                         self._copy(model, hidden, name, config, alike, seed)
                         continue
-                    copied, adapter = own_copy(config, backbone), self.next_adapter
+                    copied, adapter = completed_copy(config, backbone), self.next_adapter
                     with injecting(name, copied, seed, model.peft_config) as draws, hidden_copies(backbone):
                         self.tuners.inject(model, adapter, copied)
                     hidden.show_new()
@@ -281,7 +272,7 @@ class TaskRegistry:
         except Exception:
             # All or none: those that came in before the fault leave again.
             drop_unused_wrappers(backbone)
-            self.remove(model, [name for name in self.tasks if name not in before])
+            self.remove(model, [name for name in self.adapters if name not in before])
             raise
         finally:
             if collects:
@@ -298,19 +289,19 @@ class TaskRegistry:
         names = [name for name in self._fresh if equal_but_for_alpha(self._tasks[name].given, fields)]
         same = [name for name in names if is_meta(model.backbone) or self._fresh[name].seed == seed]
         for name in [] if same else names:
-            if self._fresh[name].make([*self.parameters_of(name).values()], model.backbone.dtype):
+            if self._fresh[name].make([*self[name].parameters.values()], model.backbone.dtype):
                 return name
         return next(iter(same), None)
 
     def _copy(self, model: Any, hidden: HiddenAdapters, name: str, config: PeftConfig, alike: str, seed: int) -> None:
         """Add a task whose adapter equals another one except for its id, its seed and its scaling."""
         draws, is_described = self._fresh[alike], is_meta(model.backbone)
-        adapter, other = self.add(name, config), self.adapter_of(alike)
+        adapter, other = self.add(name, config), self[alike].adapter
         completed = model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])
         new, alpha = hidden.copy(other, adapter), cast(Any, config).lora_alpha
         if completed.lora_alpha != alpha:
             set_alpha(hidden.layers, adapter, completed, alpha)
-        parameters = {key: new[id(parameter)] for key, parameter in self.parameters_of(alike).items()}
+        parameters = {key: new[id(parameter)] for key, parameter in self[alike].parameters.items()}
         self.adopt(name, parameters, are_described=is_described)
         if seed != draws.seed and not is_described:
             draws.repeat(seed, new)
@@ -337,13 +328,13 @@ class TaskRegistry:
         if isinstance(targets, set):
             parts = (".modules_to_save.", ".original_module", ".token_adapter")
             # If PEFT resolves "all-linear" by the ends of names, it finds frozen layers within those of other tasks.
-            own_targets = {target for target in targets if not any(part in target for part in parts)}
-            completed.target_modules = own_targets - {"base_layer"}
+            targets = {target for target in targets if not any(part in target for part in parts)}
+            completed.target_modules = targets - {"base_layer"}
         model.objectives.add(name, head_kind_for(completed.task_type))
         model.objectives.of(name).head.prepare(backbone, adapter, num_labels, draws.seed, is_new=self._is_head_new)
         self.tuners.note(model, adapter, completed)
         # Names are those of a model of one PEFT type, with which files are written.
-        with self.tuners.alone(model, adapter, completed):
+        with self.tuners.as_peft_model(model, adapter, completed):
             biases = add_biases(completed, backbone, adapter)
             marker = f".{adapter}"
             parameters = {
@@ -354,7 +345,7 @@ class TaskRegistry:
         norms = {
             id(item) for module in model.modules() if isinstance(module, nn.LayerNorm) for item in module.parameters()
         }
-        self._held(name).layer_norms = {key for key, parameter in parameters.items() if id(parameter) in norms}
+        self[name].layer_norms = {key for key, parameter in parameters.items() if id(parameter) in norms}
         # Those that rows of text do not reach stay as drawn, as alone, where they get no gradient.
         outside = modules_outside_text(backbone)
         prefixes, injected = tuple(f"base_model.model.{module}." for module in outside), parameters
@@ -383,11 +374,9 @@ class TaskRegistry:
             ConfigError: if a task is not held; then none is dropped.
         """
         # All are looked up before the first leaves, so that an unknown name changes nothing.
-        for name in names:
-            self.adapter_of(name)
-        for name in dict.fromkeys(names):
-            adapter = self.adapters.pop(name)
-            del self._tasks[name], self._by_adapter[adapter]
+        adapters = {name: self[name].adapter for name in names}
+        for name, adapter in adapters.items():
+            del self.adapters[name], self._tasks[name], self._by_adapter[adapter]
             self.references.pop(name, None)
             self.forget_pieces(name)
             model.objectives.forget(name)

@@ -34,14 +34,14 @@ STATISTIC = "aux_loss"
 """Name under which the loss is logged, before it is multiplied by its coefficient, as in TRL."""
 
 
-def own_coefficient(config: Any) -> float:
+def default_coefficient(config: Any) -> float:
     """Return the coefficient that TRL takes for a backbone by default; 0 if the backbone has no such loss."""
     text = config.get_text_config()
     return (getattr(text, "router_aux_loss_coef", 0.0) or 0.0) if hasattr(text, "output_router_logits") else 0.0
 
 
 class RoutedTokens:
-    """What the routers of one pass do with the tokens of its tasks.
+    """The tokens and probabilities that the routers of one pass give to experts, by task.
 
     Args:
         loss: the losses of the model; while it counts, totals go there instead of into a dictionary of this pass.
@@ -65,20 +65,25 @@ class RoutedTokens:
 
     def add(self, router: nn.Module, logits_UE: torch.Tensor, segments: Sequence[RowSegment]) -> None:
         """Count the tokens of the tasks that were not counted before; a layer that is recomputed counts once."""
-        counting = [own for own in segments if own.adapter in self._coefficients and own.adapter not in self._given]
-        counting = [own for own in counting if (router, own.adapter) not in self._seen]
+        counting = [
+            segment
+            for segment in segments
+            if segment.adapter in self._coefficients
+            and segment.adapter not in self._given
+            and (router, segment.adapter) not in self._seen
+        ]
         if not counting:
             return
-        self._seen.update((router, own.adapter) for own in counting)
+        self._seen.update((router, segment.adapter) for segment in counting)
         probabilities_UE = logits_UE.detach().float().softmax(dim=-1)
         chosen_Uk = probabilities_UE.topk(self._top_k, dim=-1).indices
         counts_UE = torch.zeros_like(probabilities_UE).scatter_(1, chosen_Uk, 1.0)
-        for own in counting:
-            weights_U1, rows = self._weights[own.adapter][:, None], slice(own.start, own.end)
+        for segment in counting:
+            weights_N1, rows = self._weights[segment.adapter][:, None], slice(segment.start, segment.end)
             # Sums and no products of matrices, which autocast would round to bf16.
-            found_2E = torch.stack([(weights_U1 * one[rows]).sum(dim=0) for one in (counts_UE, probabilities_UE)])
-            before = self._counted.get(own.adapter)
-            self._counted[own.adapter] = found_2E if before is None else before + found_2E
+            totals_2E = torch.stack([(weights_N1 * x_UE[rows]).sum(dim=0) for x_UE in (counts_UE, probabilities_UE)])
+            before_2E = self._counted.get(segment.adapter)
+            self._counted[segment.adapter] = totals_2E if before_2E is None else before_2E + totals_2E
 
     def value(self, adapter: str) -> torch.Tensor:
         """Return the loss of a task whose tokens are all counted, without its coefficient."""
@@ -90,12 +95,12 @@ class RoutedTokens:
         probabilities_UE = logits_UE.float().softmax(dim=-1)
         # By slices of rows: a NaN of one task reaches no other.
         slopes_UE = torch.zeros_like(probabilities_UE)
-        for own in segments:
-            if own.adapter in self._coefficients:
-                counts_E = self.totals(own.adapter)[0]
-                slope_E = self._coefficients[own.adapter] * self.num_experts * counts_E
+        for segment in segments:
+            if segment.adapter in self._coefficients:
+                counts_E = self.totals(segment.adapter)[0]
+                slope_E = self._coefficients[segment.adapter] * self.num_experts * counts_E
                 slope_E = slope_E / (counts_E.sum() / self._top_k) ** 2
-                slopes_UE[own.start : own.end] = self._weights[own.adapter][:, None] * slope_E
+                slopes_UE[segment.start : segment.end] = self._weights[segment.adapter][:, None] * slope_E
         means_U1 = (probabilities_UE * slopes_UE).sum(dim=-1, keepdim=True)
         return (probabilities_UE * (slopes_UE - means_U1)).to(logits_UE.dtype)
 
@@ -191,7 +196,7 @@ class RouterLoss:
             yield counted
 
     def added_to(
-        self, found: MuxOutput, hidden_TD: torch.Tensor, batch: MuxBatch, adapters: Mapping[str, str]
+        self, output: MuxOutput, hidden_TD: torch.Tensor, batch: MuxBatch, adapters: Mapping[str, str]
     ) -> MuxOutput:
         """Return the losses of a micro-batch with the balancing losses and their statistics.
 
@@ -199,15 +204,15 @@ class RouterLoss:
         gradient of its own tokens.
 
         Args:
-            found: the losses.
+            output: the losses of the objectives.
             hidden_TD: the last hidden states.
             batch: the micro-batch.
             adapters: internal adapter id of each task name.
         """
         routed: RoutedTokens | None = self._stream.routing
         if routed is None:
-            return found
-        losses, statistics = list(found.losses.unbind()), list(found.statistics)
+            return output
+        losses, statistics = list(output.losses.unbind()), list(output.statistics)
         for index, name in enumerate(batch.task_names):
             adapter = adapters[name]
             if adapter not in self.coefficients:
@@ -216,9 +221,9 @@ class RouterLoss:
             value = routed.value(adapter) * (places == 0).sum()
             # A loss without a target may lead back to no router; an empty sum leads to all of them and adds nothing.
             losses[index] = losses[index] + self.coefficients[adapter] * value + hidden_TD[:0].sum()
-            own = statistics[index]
-            statistics[index] = value[None] if own is None else torch.cat([own, value[None]])
-        return replace(found, losses=torch.stack(losses), statistics=tuple(statistics))
+            before = statistics[index]
+            statistics[index] = value[None] if before is None else torch.cat([before, value[None]])
+        return replace(output, losses=torch.stack(losses), statistics=tuple(statistics))
 
 
 def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> Any:
@@ -245,8 +250,8 @@ def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> An
     if not (torch.is_grad_enabled() and logits_UE.requires_grad):
         return None
     # What the layer computes with: many do not read the logits themselves.
-    floats = (at for at, one in enumerate(parts) if isinstance(one, torch.Tensor) and one.requires_grad)
-    used = next((at for at in floats if at != index), index)
+    trained = (at for at, part in enumerate(parts) if isinstance(part, torch.Tensor) and part.requires_grad)
+    used = next((at for at in trained if at != index), index)
     parts[used] = _AddGradient.apply(parts[used], logits_UE, routed, stream.segments)
     return tuple(parts) if isinstance(outputs, tuple) else parts[0]
 

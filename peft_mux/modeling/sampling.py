@@ -94,10 +94,7 @@ class SamplingOptions(KnownSettings):
         stops, eos, penalty = self.stop_strings, self.eos_token_id, self.repetition_penalty
         eos_ids = eos if isinstance(eos, (list, tuple)) else [0 if eos is None else eos]
         rules = {
-            "max_new_tokens": (
-                is_integer(self.max_new_tokens, 1, MOST_TOKENS),
-                f"an integer from 1 to {MOST_TOKENS}",
-            ),
+            "max_new_tokens": (is_integer(self.max_new_tokens, 1, MOST_TOKENS), f"an integer from 1 to {MOST_TOKENS}"),
             "do_sample": (isinstance(self.do_sample, bool), "True or False"),
             "temperature": (is_real(self.temperature) and self.temperature > 0, "a finite number above 0"),
             "top_k": (is_integer(self.top_k, 0, MOST_TOKENS), "an integer of at least 0"),
@@ -112,10 +109,7 @@ class SamplingOptions(KnownSettings):
                 isinstance(self.stop_token_ids, (list, tuple)) and all(map(_are_tokens, self.stop_token_ids)),
                 "lists of at least one token id",
             ),
-            "eos_token_id": (
-                _are_tokens(eos_ids),
-                "a token id, a list of them, or None",
-            ),
+            "eos_token_id": (_are_tokens(eos_ids), "a token id, a list of them, or None"),
             "seed": (is_integer(self.seed, 0, MOST_SEED), "an integer in [0, 2**63)"),
         }
         faults = [

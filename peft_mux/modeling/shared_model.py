@@ -87,7 +87,7 @@ class SharedModel:
         tensors = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         self._tensors = list(tensors.values())
         self._recorded = [(tensor.data, _FORM(tensor)) for tensor in self._tensors]
-        self._adapters = [(name, tensor) for name in model.tasks for tensor in registry.parameters_of(name).values()]
+        self._adapters = [(name, tensor) for name in model.tasks for tensor in registry[name].parameters.values()]
         self._frozen = [tensors[key] for key in tensors.keys() - {id(tensor) for _, tensor in self._adapters}]
         self._pages = [(name, page) for name in model.tasks for page in registry.slab_of(name).pages]
         self._form = self._read_form()

@@ -27,7 +27,7 @@ _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Slot(NamedTuple):
-    """How one parameter is laid out in its page.
+    """The layout of one parameter in its page.
 
     Attributes:
         block: parameters of one block are adjacent; blocks keep the order of their first parameters.
@@ -57,7 +57,7 @@ def plain_slot(name: str, parameter: nn.Parameter) -> Slot:
 
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""What names of parameters without weight decay contain: the patterns of `Trainer.get_decay_parameter_names`."""
+"""Parts of the names of parameters without weight decay: the patterns of `Trainer.get_decay_parameter_names`."""
 
 
 def decays(name: str) -> bool:
@@ -107,7 +107,7 @@ class _Entry(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """Where kernels find one parameter of an adapter, in the form in which it lies.
+    """One parameter of an adapter in the layout of its buffer, for kernels.
 
     Attributes:
         values: the weights (for LoRA `[R, width]`), in the requested dtype.
@@ -120,6 +120,8 @@ class Factor(NamedTuple):
 
 class Page:
     """Weights of one task that have one dtype, one learning rate and one weight decay.
+
+    Parameters become views of the page's flat buffer.
 
     Attributes:
         kind: one of `PAGE_KINDS`.
@@ -137,7 +139,6 @@ class Page:
         kind: str,
         device: torch.device | None = None,
     ) -> None:
-        """Copy the weights into a flat buffer and make the parameters views of it."""
         self.kind = kind
         self.num_bindings = 0
         self.copies: dict[torch.dtype, torch.Tensor] = {}
@@ -245,12 +246,12 @@ class TaskSlab:
 
     def watched(self) -> list[int]:
         """Return the ids of parameters that have hooks on their gradients."""
-        found = []
+        ids = []
         for page in self.pages:
             # Every parameter of every task in every pass: without a step of Python for each.
             if any(map(_HOOKS, page.parameters)) or any(map(_LATE_HOOKS, page.parameters)):
-                found += [id(one) for one in page.parameters if _HOOKS(one) or _LATE_HOOKS(one)]
-        return found
+                ids += [id(item) for item in page.parameters if _HOOKS(item) or _LATE_HOOKS(item)]
+        return ids
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
@@ -272,7 +273,7 @@ class TaskSlab:
                         view.copy_(entry.parameter.grad)
                         entry.parameter.grad = view
             # For every parameter of every task in every pass, so in the fewest steps of Python.
-            for parameter in [one for one in page.parameters if one.grad is None]:
+            for parameter in [item for item in page.parameters if item.grad is None]:
                 view = page.entries[id(parameter)].view_of(page.values.grad)
                 # `zero_grad` takes a parameter's gradient away, and leaves its numbers in the buffer.
                 view.zero_()

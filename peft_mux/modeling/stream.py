@@ -1,4 +1,4 @@
-"""What the attached layers read of the micro-batch in flight, and keys and values between the passes of its parts.
+"""`Stream`: the micro-batch in flight, as attached layers read it. `KeyValueStore`: keys and values between passes.
 
 Adapted layers get no extra arguments from model code, so each of them holds a reference to its model's one `Stream`. It
 says which rows belong to which task (Dispatch, M §3.2) and which place a token has in its task's global batch (for
@@ -42,15 +42,15 @@ def temporary_attributes(target: Any, **values: Any) -> Iterator[None]:
 
     On a module they hide its methods and submodules of these names.
     """
-    own = vars(target)
-    before = {name: own[name] for name in values if name in own}
-    own.update(values)
+    attributes = vars(target)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
         for name in values:
-            del own[name]
-        own.update(before)
+            del attributes[name]
+        attributes.update(before)
 
 
 @contextmanager
@@ -241,8 +241,8 @@ class Stream:
         routing: what the routers of this pass write into (`RoutedTokens`); `None` if no balancing loss is wanted.
     """
 
-    def __init__(self, makers: Mapping[str, Any] | None = None) -> None:
-        self.makers: dict[str, Any] = dict(makers or {})
+    def __init__(self) -> None:
+        self.makers: dict[str, Any] = {}
         self.version = 0
         self.batch: MuxBatch | None = None
         self.segments: tuple[RowSegment, ...] = ()
@@ -361,8 +361,8 @@ class Stream:
     def only(self, segment: RowSegment) -> AbstractContextManager[None]:
         """Let modules see the rows of one of the stream's segments alone, out of those that they see now."""
         num_rows = segment.end - segment.start
-        own, places = segment._replace(start=0, end=num_rows), self.places[segment.start : segment.end]
-        return temporary_attributes(self, segments=(own,), places=places, num_rows=num_rows, passes=_NO_PASSES)
+        rows, places = segment._replace(start=0, end=num_rows), self.places[segment.start : segment.end]
+        return temporary_attributes(self, segments=(rows,), places=places, num_rows=num_rows, passes=_NO_PASSES)
 
     # ------------------------------------------------ how deep gradients go
 
@@ -385,7 +385,7 @@ class Stream:
     def adapters_above(self, first_layer: int, segments: Sequence[RowSegment]) -> frozenset[str]:
         """Return the adapters of some rows that have no weights below a layer; none where that is not known."""
         lowest, least = self.lowest_layers, max(1, first_layer)
-        return frozenset(one.adapter for one in segments if lowest.get(one.adapter, 0) >= least)
+        return frozenset(segment.adapter for segment in segments if lowest.get(segment.adapter, 0) >= least)
 
 
 MAX_TASKS = 64

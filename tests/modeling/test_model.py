@@ -276,7 +276,7 @@ def test_exactly_the_adapters_require_gradients_whatever_was_done_with_the_model
     model = MultiTaskPeftModel(backbone(kind), {name: lora(2, task_type=task_type) for name in "ab"})
 
     def without_adapters() -> None:
-        with pytest.raises(KeyError), model.without_adapters():
+        with pytest.raises(KeyError), model.disable_adapter():
             raise KeyError
 
     for change in (

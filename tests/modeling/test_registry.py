@@ -31,10 +31,10 @@ def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:
     ):
         with pytest.raises(CheckpointError, match=rf'task "a": .*{said}'):
             registry.place_whole("a", wrong)
-    assert (registry.parameters_of("a")[NAME_OF_A] == 1.0).all()
+    assert (registry["a"].parameters[NAME_OF_A] == 1.0).all()
     registry.place_whole("a", whole)
-    assert torch.equal(registry.parameters_of("a")[NAME_OF_A], whole[NAME_OF_A][:, 6:])
-    assert not registry.parameters_of("a")[NAME_OF_B].any()
+    assert torch.equal(registry["a"].parameters[NAME_OF_A], whole[NAME_OF_A][:, 6:])
+    assert not registry["a"].parameters[NAME_OF_B].any()
 
 
 # --------------- tasks without rows are listed in a pass, so that passes of one set share tables and graphs

@@ -29,7 +29,7 @@ from peft_mux.errors import ConfigError, is_real, shown
 from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import HeadKind
 from peft_mux.modeling.objectives.objective import LossArgs, Objective
-from peft_mux.modeling.router_loss import own_coefficient
+from peft_mux.modeling.router_loss import default_coefficient
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
 from peft_mux.user_code import UserCodeError, guard_user_code, log_warning
 
@@ -90,7 +90,7 @@ class ResolvedTask:
             return own
         # With smoothed labels TRL leaves it out.
         is_added = self.objective.balances_routers and not self.loss_args.label_smoothing_factor
-        return own_coefficient(config) if is_added else 0.0
+        return default_coefficient(config) if is_added else 0.0
 
     @property
     def has_adapter_reference(self) -> bool:

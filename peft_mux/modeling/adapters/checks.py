@@ -1,8 +1,12 @@
-r"""The checks of a `PeftConfig` before anything is injected: its type, its fields, and its targets on the backbone.
+r"""The checks of a `PeftConfig` before anything is injected, in this order; every fault of every task is reported.
 
-A field is refused if it is set and has no meaning here, or if its value is not of the type that PEFT declares: PEFT
-checks few of them, and would fail deep inside. What a type supports is in its `TypeEntry`; what only that type needs to
-check is in its `AdapterKind`.
+1. Its type is one that an `AdapterKind` trains.
+2. Its fields by themselves: none is set that has no meaning here (`TypeEntry`), its kind accepts them
+   (`AdapterKind.setting_faults`), and their values are of the types that PEFT declares, as PEFT checks few of them and
+   would fail deep inside.
+3. Its fields on the backbone: regular expressions, targets (`adaptable`, `backbone_faults` and `width_faults` of its
+   kind), the parts of the backbone of which it trains copies, and the output head.
+4. Next to other tasks: none wants a module in another way than this one does.
 
 Regular expressions are the user's, and PEFT matches them against every module's name. One that backtracks, such as
 `(a|a)*b` or `.*.*.*.*.*.*x`, would keep the process busy for hours: Python can interrupt no match, from no thread. A
@@ -183,7 +187,7 @@ def _default_of(field: Any) -> Any:
 
 
 class _Rule(NamedTuple):
-    """What a field may hold: a test of a value, the same in words, and the rule for the values of a dict."""
+    """The values that a field may have: a test, the same in words, and the rule for the values of a dict."""
 
     is_valid: Callable[[Any], bool]
     allowed: str
@@ -487,12 +491,9 @@ def _copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
                 continue
             faults.append(Fault(field, f"{wanted!r} ({type(module).__name__})", allowed, fix))
             break
-    given = getattr(config, "trainable_token_indices", None)
-    if given is None:
-        return faults
-    where, embedding = f"{where}.trainable_token_indices", backbone.get_input_embeddings()
-    by_layer = given if isinstance(given, dict) else {next(n for n, m in modules.items() if m is embedding): given}
-    if not by_layer:
+    given, by_layer = getattr(config, "trainable_token_indices", None), _trained_rows(config, backbone)
+    where = f"{where}.trainable_token_indices"
+    if given is not None and not by_layer:
         faults.append(Fault(where, shown(given), _ROWS))
     for layer, indices in by_layer.items():
         faults += _row_faults(layer, indices, modules, where if by_layer is not given else f"{where}[{layer!r}]")
@@ -503,8 +504,16 @@ def _copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     return faults
 
 
+def _trained_rows(config: Any, backbone: Any) -> Mapping[str, list[int]]:
+    """Return the tokens whose rows a task trains, by the end of the name of their layer; a list is of the embedding."""
+    given, embedding = getattr(config, "trainable_token_indices", None), backbone.get_input_embeddings()
+    if given is None or isinstance(given, dict):
+        return given or {}
+    return {next(name for name, module in backbone.named_modules() if module is embedding): given}
+
+
 _ROWS = "a list of different numbers of tokens, or a dict of such lists"
-"""What `trainable_token_indices` may hold."""
+"""Allowed values of `trainable_token_indices`."""
 
 
 def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
@@ -553,12 +562,8 @@ def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], 
     for task, config in configs.items():
         heads = head_kind_for(config.task_type).trained_modules
         copies = [wanted for wanted in getattr(config, "modules_to_save", None) or () if wanted not in heads]
-        tokens: Any = getattr(config, "trainable_token_indices", None)
-        if tokens is not None and not isinstance(tokens, dict):
-            embedding = backbone.get_input_embeddings()
-            tokens = [name for name, module in backbone.named_modules() if module is embedding][:1]
         # PEFT, too, looks at how names end.
-        ways = (("copy", tuple(copies)), ("rows", tuple(tokens or ())))
+        ways = (("copy", tuple(copies)), ("rows", tuple(_trained_rows(config, backbone))))
         kept[task] = {name: way for way, ends in ways if ends for name in names if name.endswith(ends)}
     shared = {module for ways_of_task in kept.values() for module in ways_of_task}
     owners: dict[str, tuple[str, str]] = {}

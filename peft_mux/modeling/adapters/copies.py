@@ -180,7 +180,7 @@ class HiddenAdapters:
         self._order.clear()
 
     def __exit__(self, *_: object) -> None:
-        """Put everything back."""
+        """Put all adapters back."""
         self.show_new()
         for child, entries_by_field in self._entries.items():
             for field, entries in entries_by_field.items():

@@ -1,6 +1,6 @@
 """Adapters as files, in PEFT's own format, and their classification heads.
 
-`adapter_model.safetensors` has the keys that PEFT saves. What trains a prompt with an encoder further lies next to it.
+`adapter_model.safetensors` has the keys that PEFT saves. The parameters of a prompt's encoder are in a file next to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.kind import EMBEDDINGS, PREFIX, kind_of
 from peft_mux.modeling.adapters.lora.lora_kind import DoubledRank
-from peft_mux.modeling.adapters.trained_parts import OWN, biases_unsaid
+from peft_mux.modeling.adapters.trained_parts import TASK_BIASES, biases_unsaid
 from peft_mux.modeling.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, digest_file, load_tensors, verify_checksums
 
@@ -32,7 +32,7 @@ CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 """The files of an adapter, which the `adapter_checksums.json` next to them covers."""
 ENCODER_NAME = "prompt_encoder.safetensors"
-"""What trains a prompt further where PEFT saves only what the prompt's encoder makes; PEFT does not read it."""
+"""Parameters of a prompt's encoder, of which PEFT saves only the output; PEFT does not read this file."""
 
 
 def adapter_names(folder: Path) -> tuple[str, ...]:
@@ -51,13 +51,13 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
     if tensors is not None:
         return tensors
     with (
-        model.alone(adapter),
+        model.as_peft_model(adapter),
         biases_unsaid([model.peft_config[adapter]]),
         only_adapter(model.backbone, adapter),
     ):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = DoubledRank(model.backbone, adapter)
-    state |= {saved_key(name): parameter for name, parameter in parameters.items() if name.endswith(f".{OWN}")}
+    state |= {saved_key(name): parameter for name, parameter in parameters.items() if name.endswith(f".{TASK_BIASES}")}
     # PEFT adds the frozen embedding if it is adapted; if that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
     missing = [saved_key(name) for name in parameters if _key_in(state, name) not in state]
@@ -77,7 +77,7 @@ def saved_key(name: str) -> str:
     """Return the key under which PEFT saves a parameter, by its name without the adapter id."""
     # DoRA's magnitude was a parameter before it was a module, and its key has stayed.
     key = name.replace(".modules_to_save", "").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-    return f"{key.removesuffix(OWN)}bias" if key.endswith(f".{OWN}") else key
+    return f"{key.removesuffix(TASK_BIASES)}bias" if key.endswith(f".{TASK_BIASES}") else key
 
 
 def _echoes(model: Any, adapter: str) -> dict[str, torch.Tensor]:
@@ -198,10 +198,10 @@ def load_adapter(model: Any, adapter: str, folder: Path) -> None:
         for name, parameter in parameters.items():
             parameter.data.copy_(weights[name])
         return
-    with model.alone(adapter):
+    with model.as_peft_model(adapter):
         form = DoubledRank(model.backbone, adapter)
         for name, parameter in parameters.items():
-            if name.endswith(f".{OWN}"):  # which PEFT would write into the backbone
+            if name.endswith(f".{TASK_BIASES}"):  # which PEFT would write into the backbone
                 parameter.data.copy_(state.pop(saved_key(name)))
         set_peft_model_state_dict(model, form.loaded(state), adapter_name=adapter)
 
@@ -221,7 +221,7 @@ def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Pi
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
-    with model.alone(adapter):
+    with model.as_peft_model(adapter):
         form = DoubledRank(model.backbone, adapter)
     weights = kind_of(model.peft_config[adapter]).from_file(model, adapter, state, pieces)
     if weights is None:

@@ -41,7 +41,7 @@ from peft_mux.modeling.pieces import PassThrough
 from peft_mux.modeling.stream import Stream
 
 
-def own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
+def completed_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
     """Return a copy that PEFT may write into, completed as `get_peft_model` completes it."""
     # PEFT writes into what it is given, and one configuration may serve several tasks.
     copied = copy.deepcopy(config)

@@ -135,7 +135,7 @@ class MultiplexedForward:
 
 
 class Category(Enum):
-    """How a PEFT type runs when tasks of it share a pass."""
+    """The way in which a PEFT type runs when its tasks share a pass."""
 
     FUSED = "fused"
     SLICED = "sliced"
@@ -296,11 +296,11 @@ class AdapterKind:
             PeftModel.__init__(model, backbone, config, adapter, low_cpu_mem_usage=is_meta(backbone))
 
     def inject(self, model: Any, adapter: str, config: PeftConfig) -> None:
-        """Add a further adapter, inside `Tuners.alone`; PEFT completes `config`."""
+        """Add a further adapter, inside `Tuners.as_peft_model`; PEFT completes `config`."""
         model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(model.backbone))
 
     def remove(self, model: Any, adapter: str) -> None:
-        """Free an adapter, inside `Tuners.alone` if it has targets."""
+        """Free an adapter, inside `Tuners.as_peft_model` if it has targets."""
         model.delete_adapter(adapter)
 
     def call(

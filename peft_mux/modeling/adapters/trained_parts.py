@@ -34,7 +34,7 @@ from peft_mux.modeling.stream import RowSegment
 
 # ----------------------------------------------------------------------- biases
 
-OWN = "own_bias"
+TASK_BIASES = "own_bias"
 """The attribute in which a module keeps the biases of tasks, by the ids of their adapters."""
 
 
@@ -65,7 +65,7 @@ class MultiplexedBias(MultiplexedForward):
 
 def own_biases(module: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the biases that tasks have of a module, by the ids of their adapters."""
-    return module._modules.get(OWN, {})  # type: ignore[return-value]
+    return module._modules.get(TASK_BIASES, {})  # type: ignore[return-value]
 
 
 def own_bias_added(module: Any, adapter: str | None, y_NK: torch.Tensor) -> torch.Tensor:
@@ -105,19 +105,19 @@ def add_biases(config: Any, backbone: nn.Module, adapter: str) -> dict[nn.Parame
     """
     names = {}
     for name, module in wanted_biases(config, backbone, adapter).items():
-        if OWN not in module._modules:
-            setattr(module, OWN, nn.ParameterDict())
-        copy = getattr(module, OWN)[adapter] = nn.Parameter(module.bias.detach().clone())
-        names[copy] = f"base_model.model.{name}.{OWN}"
+        if TASK_BIASES not in module._modules:
+            setattr(module, TASK_BIASES, nn.ParameterDict())
+        copy = getattr(module, TASK_BIASES)[adapter] = nn.Parameter(module.bias.detach().clone())
+        names[copy] = f"base_model.model.{name}.{TASK_BIASES}"
     return names
 
 
 def forget_biases(backbone: nn.Module, adapter: str | None = None) -> None:
     """Drop the biases of an adapter; those of all if it is `None`."""
     for module in backbone.modules():
-        biases: Any = module._modules.get(OWN)
+        biases: Any = module._modules.get(TASK_BIASES)
         if biases is not None and adapter is None:
-            delattr(module, OWN)
+            delattr(module, TASK_BIASES)
         elif biases is not None and adapter in biases:
             del biases[adapter]
 
@@ -194,13 +194,13 @@ def hidden_copies(backbone: nn.Module) -> Iterator[None]:
     }
     for name, wrapper in wrappers.items():
         put_module(backbone, name, wrapper.original_module)
-    biased = [module for module in backbone.modules() if OWN in module._modules]
-    hidden = [(module, module._modules.pop(OWN), vars(module).pop("forward", None)) for module in biased]
+    biased = [module for module in backbone.modules() if TASK_BIASES in module._modules]
+    hidden = [(module, module._modules.pop(TASK_BIASES), vars(module).pop("forward", None)) for module in biased]
     try:
         yield
     finally:
         for module, biases, forward in hidden:
-            module._modules[OWN] = biases
+            module._modules[TASK_BIASES] = biases
             vars(module).update({} if forward is None else {"forward": forward})
         for name, wrapper in wrappers.items():
             now: Any = backbone.get_submodule(name)
@@ -239,13 +239,13 @@ class MultiplexedTokenRows(MultiplexedForward):
             if not is_ids:
                 logits_NI = F.linear(read, rows_ID.to(read.dtype))
                 return part.index_copy(1, indices_I, logits_NI.to(part.dtype))
-            is_own_NI = read[:, None] == indices_I[None, :]
-            own_ND = rows_ID[is_own_NI.int().argmax(dim=1)].to(part.dtype)
+            is_trained_NI = read[:, None] == indices_I[None, :]
+            trained_ND = rows_ID[is_trained_NI.int().argmax(dim=1)].to(part.dtype)
             if (scale := tokens._get_embed_scale()) is not None:
-                own_ND = own_ND * scale.to(part.dtype)
+                trained_ND = trained_ND * scale.to(part.dtype)
             if (padding := tokens.base_layer.padding_idx) is not None:  # which an embedding gives no gradient
-                own_ND = torch.where((read == padding)[:, None], own_ND.detach(), own_ND)
-            return torch.where(is_own_NI.any(dim=1)[:, None], own_ND, part)
+                trained_ND = torch.where((read == padding)[:, None], trained_ND.detach(), trained_ND)
+            return torch.where(is_trained_NI.any(dim=1)[:, None], trained_ND, part)
 
         return self.by_task(
             indices_by_adapter, tokens.base_layer(x), changed, x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1])

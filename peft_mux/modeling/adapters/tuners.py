@@ -9,8 +9,8 @@ Layers of two types that adapt one module lie around one another, with the froze
 LoRA on bare parameters (`target_parameters`) is named after how its wrappers lie around one another, so PEFT allows one
 set of such parameters a model. Here wrappers of another set count as if they were of another type.
 
-Whatever PEFT does with an adapter (inject, delete, save, load, merge), it does inside `alone`, which shows it the
-layers of that adapter's type and set, and no others. So names, initial weights and files are those of a model of one.
+Whatever PEFT does with an adapter (inject, delete, save, load, merge), it does inside `as_peft_model`, which shows it
+only the layers of that adapter's type and set. So names, initial weights and files are those of a model of one type.
 
 Many types share state between adapters (projections, banks of vectors), or take one trainable adapter alone. So a kind
 may say that its adapters are separate (`lies_apart`): each has its own tuner and layers, and PEFT sees only these. PEFT
@@ -48,7 +48,7 @@ _TARGETS = "_peft_mux_targets"
 """The attribute in which a wrapper of a bare parameter keeps the set that it was made for."""
 
 Owner = tuple[PeftType, str]
-"""What a tuner and its layers belong to: a PEFT type, or one adapter if those of its kind are separate."""
+"""The type of a tuner and its layers, and the adapter that they belong to; "" if all of the type share them."""
 
 _OWNER = "mux_owner"
 """Attribute of a layer of a separate adapter: the internal id of the adapter that it was made for."""
@@ -114,10 +114,10 @@ class Tuners:
                 for key, other in hidden.items():
                     configs[key] = copy.copy(other)
                     configs[key].target_parameters = None
-                with self.alone(model, adapter, config, is_mixed=bool(others)):
+                with self.as_peft_model(model, adapter, config, is_mixed=bool(others)):
                     kind.inject(model, adapter, config)
             else:
-                with _layers_alone(backbone, _shows(adapter, config)):
+                with _only_layers(backbone, _shows(adapter, config)):
                     # PEFT would warn of a second tuner, which is what this is.
                     backbone.__dict__.pop("peft_config", None)
                     try:
@@ -144,7 +144,7 @@ class Tuners:
             configs.update(hidden)
 
     @contextmanager
-    def alone(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
+    def as_peft_model(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
         """Show a model in the `with` block as PEFT built it for an adapter and the others of its tuner.
 
         `is_mixed` says that the model has others, in addition to those that it had before.
@@ -155,7 +155,7 @@ class Tuners:
             yield
             return
         before = model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config
-        with _layers_alone(model.backbone, _shows(adapter, config)):
+        with _only_layers(model.backbone, _shows(adapter, config)):
             if kind.has_targets:
                 model.base_model = self.of(model, adapter, config)
             else:
@@ -177,7 +177,7 @@ class Tuners:
                 model.select_adapter(others[0])
             kind.remove(model, adapter)
             return
-        with self.alone(model, adapter, config):
+        with self.as_peft_model(model, adapter, config):
             # PEFT warns, and chooses by itself, if the active adapter is deleted.
             if is_active:
                 model.base_model.set_adapter(others[0])
@@ -241,7 +241,7 @@ def _shows(adapter: str, config: PeftConfig) -> Callable[[Any], bool]:
 
 
 @contextmanager
-def _layers_alone(backbone: nn.Module, shows: Callable[[Any], bool]) -> Iterator[None]:
+def _only_layers(backbone: nn.Module, shows: Callable[[Any], bool]) -> Iterator[None]:
     """Leave only some layers around the frozen ones, in the `with` block."""
     stacks = _stacks(backbone)
     for name, layers in stacks.items():

@@ -206,9 +206,9 @@ def _by_varlen(
         if mux_stream.long_rows is None:
             return short_row_attention(q_THC, k_KGC, v_KGC, bounds, **options)[None]
         tokens, long_bounds, longest = mux_stream.long_rows
-        qkv, long_qkv = zip(*(Apart.apply(x, tokens) for x in (q_THC, k_KGC, v_KGC)), strict=True)
-        out = short_row_attention(*qkv, bounds, **options)
-        long_out = varlen_attention(*long_qkv, long_bounds, longest, **options)
+        (q, long_q), (k, long_k), (v, long_v) = (Apart.apply(x, tokens) for x in (q_THC, k_KGC, v_KGC))
+        out = short_row_attention(q, k, v, bounds, **options)
+        long_out = varlen_attention(long_q, long_k, long_v, long_bounds, longest, **options)
         return Joined.apply(out, long_out, tokens)[None]
     return varlen_attention(q_THC, k_KGC, v_KGC, bounds, longest, keys=keys, **options)[None]
 

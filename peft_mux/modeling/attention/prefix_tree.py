@@ -311,8 +311,10 @@ def _gather(parts: Sequence[slice], seen: Sequence[np.ndarray | None], device: t
             rows[0, : len(mask), : len(mask)] = mask
         added = torch.zeros(is_seen.shape).masked_fill_(torch.from_numpy(~is_seen), -math.inf)
         masks.append(copied_to(added, device))
-    indices = (copied_to(torch.from_numpy(index), device) for index in (places, place_of_row))
-    return Gathered(layout, *indices, tuple(masks))
+    places_on_device, place_of_row_on_device = (
+        copied_to(torch.from_numpy(numbers), device) for numbers in (places, place_of_row)
+    )
+    return Gathered(layout, places_on_device, place_of_row_on_device, tuple(masks))
 
 
 # --------------------------------------------------------------------- attention

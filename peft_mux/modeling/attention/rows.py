@@ -140,7 +140,7 @@ def build_layout(
     sizes = np.asarray(lengths, dtype=np.int64)
     stream_start = np.cumsum(sizes) - sizes
     row_of_token = np.repeat(first_row - stream_start, sizes) + np.arange(sizes.sum())
-    # Which rows are padding is known on the host, so that no size must be read from a device.
+    # The host knows which rows are padding, so no size is read back from a device.
     is_padding = np.ones(start, dtype=bool)
     is_padding[row_of_token] = False
     index, padding = torch.from_numpy(row_of_token), torch.from_numpy(np.flatnonzero(is_padding))
@@ -229,7 +229,7 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Scores(NamedTuple):
-    """What attention does to scores before their softmax; `window` counts the query itself, `sinks` is `[H]`."""
+    """Changes to scores before their softmax; `window` counts the query itself, `sinks` is `[H]`."""
 
     scaling: float
     is_causal: bool

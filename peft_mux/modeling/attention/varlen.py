@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""What flash attention computes in."""
+"""Precisions that flash attention supports."""
 MAX_HEAD_DIM = 256
 """Most channels of a head that flash attention takes."""
 _HEAD_DIM_STEP = 8

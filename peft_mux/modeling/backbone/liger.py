@@ -216,7 +216,7 @@ def _probe(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids = probe_batch(model, next(iter(model.tasks))).input_ids
     embeddings = backbone.get_input_embeddings()(ids).detach().requires_grad_()
     evaluating = in_mode(model, training=False)
-    with telling_layers(backbone), truncated_head(backbone, 256), evaluating, model.without_adapters():
+    with telling_layers(backbone), truncated_head(backbone, 256), evaluating, model.disable_adapter():
         logits = backbone(inputs_embeds=embeddings, use_cache=False).logits.float()
         (gradients,) = torch.autograd.grad(logits.square().mean(), embeddings)
     return logits.detach(), gradients.float()

@@ -222,7 +222,7 @@ def check_packing(model: Any) -> None:
 def _packing_fault(model: Any, batch: Any) -> str:
     """Return how packed results differ from separate ones, a clause; "" if they do not."""
     made_up = temporary_attributes(model.objectives, are_rows_made_up=True)
-    with torch.no_grad(), model.without_adapters():
+    with torch.no_grad(), model.disable_adapter():
         with made_up:  # the backbone's own head, also of a task that has another
             packed = model.sequence_logits(batch)
         # Equal results alone would not show that attention knows where sequences end.

@@ -65,7 +65,7 @@ def output_head(backbone: Any) -> tuple[Any, float, float | None]:
 
 
 class HeadWeights:
-    """What it takes to read the weights of an output head without calling it: nothing, if the process holds them all.
+    """Access to the weights of an output head without calling it; there is nothing to do if the process holds them all.
 
     A frozen head may have an object of a subclass as its attribute `head_weights`.
     """
@@ -153,7 +153,10 @@ def target_losses(
             parts: dict[str, Any] = {}
             if words is not None:
                 parts = {"first": words.first, "vocab_size": words.vocab_size, "links": words.links}
-            return linear_cross_entropy(own_MD, head_at(head, temperature), own_M, **parts)
+            # tanh reads the logits divided by the cap, so a cap divided by the temperature leaves that as it is.
+            cap = None if softcap is None else softcap / temperature
+            scaled = head._replace(scale=scale / temperature, softcap=cap)
+            return linear_cross_entropy(own_MD, scaled, own_M, **parts)
 
         # Neighbours of one temperature are computed together; mostly that is all tasks.
         by_task = zip(_temperatures(batch, model), target_counts(batch), strict=True)
@@ -194,13 +197,6 @@ def _head_of_tasks(module: Any, batch: MuxBatch, model: Any) -> Any:
     if not held.isdisjoint(model.adapters[name] for name in batch.task_names):
         return module
     return module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module.get_base_layer()
-
-
-def head_at(head: Head, temperature: float) -> Head:
-    """Return a head whose logits are those of another one, divided by a temperature."""
-    # tanh reads the logits divided by the cap, so a cap that is divided by the same number leaves that as it is.
-    softcap = None if head.softcap is None else head.softcap / temperature
-    return head._replace(scale=head.scale / temperature, softcap=softcap)
 
 
 def _adapted_losses(

@@ -104,11 +104,11 @@ def between(low: float, high: float, default: float | None) -> Any:
     return argument(default, f"a number from {low:g} to {high:g}", lambda value: low <= value <= high)
 
 
-def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple[T | None, list[Fault]]:
+def read_args(args_class: type[T], given: object, loss_type: str, where: str) -> tuple[T | None, list[Fault]]:
     """Read the arguments of a loss.
 
     Args:
-        kind: the dataclass of the arguments.
+        args_class: the dataclass of the arguments.
         given: the value of `Task.objective_args`: a mapping, or `None` for nothing.
         loss_type: which variant of the loss, one of the loss's own.
         where: path for messages: `tasks.a.objective_args`.
@@ -119,18 +119,18 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
     if given is not None and (not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given)):
         return None, [Fault(where, shown(given), "a dict of arguments by name")]
     values: Mapping[str, Any] = given or {}
-    known = {item.name: item for item in fields(kind) if item.name not in _OF_THE_TASK and item.init}
+    known = {item.name: item for item in fields(args_class) if item.name not in _OF_THE_TASK and item.init}
     faults = []
     for name in values:
-        if name in kind.refused:
-            fix = f"{name} is not supported: {kind.refused[name]}."
+        if name in args_class.refused:
+            fix = f"{name} is not supported: {args_class.refused[name]}."
             allowed = f"one of {', '.join(known)}" if known else "left out with this loss"
             faults.append(Fault(f"{where}.{name}", shown(values[name]), allowed, fix))
         elif name not in known:
             fix = f"Set Task.{name}." if name in _OF_THE_TASK else closest(name, list(known))
             allowed = f"one of {', '.join(known)}" if known else "left out with this loss"
             faults.append(Fault(f"{where}.{name}", "an unknown argument", allowed, fix))
-    hints = get_type_hints(kind)
+    hints = get_type_hints(args_class)
     read = {}
     for name, item in known.items():
         hint = hints[name]
@@ -143,14 +143,14 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
         elif item.default is not MISSING or item.default_factory is not MISSING:
             continue
         words = [
-            " or ".join(map(repr, get_args(one))) if get_origin(one) is Literal else _TYPE_WORDS.get(one, "a value")
-            for one in kinds
+            " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else _TYPE_WORDS.get(kind, "a value")
+            for kind in kinds
         ]
         got = shown(values[name]) if name in values else "nothing"
         faults.append(Fault(f"{where}.{name}", got, str(item.metadata.get("allowed", " or ".join(words)))))
     if faults:
         return None, faults
-    args = kind(loss_type=loss_type, **read)
+    args = args_class(loss_type=loss_type, **read)
     faults = args.faults(where)
     return (None if faults else args), faults
 
@@ -159,7 +159,7 @@ def _converted(value: Any, kinds: Sequence[Any]) -> Any:
     """Return lists of a file as the tuples that a frozen dataclass holds, and whole numbers as floats."""
     tuples = [kind for kind in kinds if get_origin(kind) is tuple]
     if isinstance(value, (list, tuple)) and tuples:
-        return tuple(_converted(one, get_args(tuples[0])[:1]) for one in value)
+        return tuple(_converted(item, get_args(tuples[0])[:1]) for item in value)
     if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
         return float(value) if abs(value) < _BEYOND_FLOATS else value
     return value
@@ -173,7 +173,7 @@ def _fits(value: Any, kinds: Sequence[Any]) -> bool:
         if get_origin(kind) is Literal:
             fits = value in get_args(kind)
         elif get_origin(kind) is tuple:
-            fits = isinstance(value, tuple) and all(_fits(one, get_args(kind)[:1]) for one in value)
+            fits = isinstance(value, tuple) and all(_fits(item, get_args(kind)[:1]) for item in value)
         elif isinstance(kind, type):
             fits = isinstance(value, kind) and not (kind in (int, float) and isinstance(value, bool))
         else:
@@ -199,7 +199,7 @@ ROUTER_TOTALS = "router_totals"
 
 
 class TaskLoss(NamedTuple):
-    """What a loss gives for one task and one micro-batch.
+    """The loss of one task in one micro-batch.
 
     Attributes:
         loss: fp32 scalar with gradient: this micro-batch's part of the mean over the task's global batch.
@@ -218,7 +218,7 @@ Statistics = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutputs:
-    """What the outputs of every kind of head have in common.
+    """The fields that outputs of every kind of head have.
 
     Attributes:
         task: name of the task.
@@ -520,8 +520,8 @@ def register_objective(objective: Objective) -> None:
 
 def objectives_of(kind: HeadKind) -> list[Objective]:
     """Return every loss of a kind of head that a task may name, the default first."""
-    found = [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
-    return sorted(found, key=lambda entry: not entry.is_default)
+    objectives = [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
+    return sorted(objectives, key=lambda entry: not entry.is_default)
 
 
 def default_args(objective: Objective) -> LossArgs:

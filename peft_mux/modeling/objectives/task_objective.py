@@ -106,11 +106,12 @@ def smoothing_faults(
     if loss_type in objective.smoothed_loss_types or not isinstance(share, (int, float)) or not share:
         return []
     able = ", ".join(entry.name for entry in OBJECTIVES.values() if entry.smoothed_loss_types)
-    own = "Its own label_smoothing is one of objective_args." if hasattr(objective.Args, "label_smoothing") else ""
+    if hasattr(objective.Args, "label_smoothing"):
+        fix = f"{fix} Its own label_smoothing is one of objective_args.".strip()
     variant = f" and loss_type {loss_type}" if objective.smoothed_loss_types else ""
     got = f"{shown(share)} with the objective {objective.name}{variant}"
     allowed = f"0 or None, except for {able}, which have single classes or words as targets"
-    return [Fault(where, got, allowed, f"{fix} {own}".strip())]
+    return [Fault(where, got, allowed, fix)]
 
 
 def columns_of(dataset: Any) -> set[str]:
@@ -286,7 +287,7 @@ class TaskObjectives:
             batch: micro-batch that the hidden states are of.
             model: the `MultiTaskPeftModel` whose stream reads the micro-batch.
         """
-        heads, smoothed, found = self._heads(batch), defaultdict(set), []
+        heads, smoothed, task_losses = self._heads(batch), defaultdict(set), []
         for name, head in zip(batch.task_names, heads, strict=True):
             if self.args_of(name).label_smoothing_factor:
                 smoothed[head].add(name)
@@ -296,25 +297,25 @@ class TaskObjectives:
             outputs = by_head[head][index]
             objective, args = self.of(outputs.task), self.args_of(outputs.task)
             if objective.name != OWN:
-                found.append(objective.loss(outputs, args))
+                task_losses.append(objective.loss(outputs, args))
                 continue
             began = time.perf_counter()
             try:
-                found.append(objective.loss(outputs, args))
+                task_losses.append(objective.loss(outputs, args))
             except UserCodeError as error:
                 self.failures[outputs.task] = f"objective: {error}"
                 # NaN fails the task. With a graph: a pass of this task alone would have nothing to differentiate.
-                found.append(TaskLoss(outputs.nll_M.sum() * float("nan")))
+                task_losses.append(TaskLoss(outputs.nll_M.sum() * float("nan")))
             self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
-        losses = torch.stack([one.loss for one in found])
-        return MuxOutput(losses, batch.task_names, tuple(one.statistics for one in found))
+        losses = torch.stack([task_loss.loss for task_loss in task_losses])
+        return MuxOutput(losses, batch.task_names, tuple(task_loss.statistics for task_loss in task_losses))
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
         """Return the logits of every sequence, `[L, V]` of words or `[C]` of classes; see `OutputHead.logits`."""
         heads = self._heads(batch)
         by_head = {head: head.logits(hidden_TD, batch, model) for head in dict.fromkeys(heads)}
         bounds = zip(heads, pairwise(batch.sequence_offsets), strict=True)
-        return [one for head, (first, last) in bounds for one in by_head[head][first:last]]
+        return [logits for head, (first, last) in bounds for logits in by_head[head][first:last]]
 
     def _heads(self, batch: MuxBatch) -> list[OutputHead]:
         return [self.of(name).head for name in batch.task_names]

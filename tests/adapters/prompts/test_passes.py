@@ -225,7 +225,7 @@ def test_rows_without_the_virtual_tokens_of_their_task_are_refused_by_name() -> 
 def test_switched_off_prompts_leave_the_backbone_alone() -> None:
     model = moved(prompts.mux("prompt", "lora", "prefix")).eval()
     rows = {form: prompts.rows_of(form) for form in model.tasks}
-    with model.without_adapters(), torch.no_grad():
+    with model.disable_adapter(), torch.no_grad():
         found = model.sequence_logits(collated(rows))
         with pytest.raises(ConfigError, match='task "prompt" must have rows with 0 virtual tokens'):
             model(prompts.packed(model, rows))

@@ -154,7 +154,7 @@ def judged(model: MultiTaskPeftModel, batch: TaskBatch) -> list[JudgedRow]:
 
     references: list[list[torch.Tensor]] = [[] for _ in batch.sequences]
     if model.objectives.args_of(batch.task).needs_reference:
-        with model.without_adapters(), torch.no_grad():
+        with model.disable_adapter(), torch.no_grad():
             references = [logits(row) for row in batch.sequences]
     return [JudgedRow(row, logits(row), reference) for row, reference in zip(batch.sequences, references, strict=True)]
 

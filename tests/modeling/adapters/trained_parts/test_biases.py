@@ -45,7 +45,7 @@ def test_without_adapters_biases_of_a_task_are_those_of_the_backbone() -> None:
             if name.endswith("bias"):
                 item.fill_(float("nan"))
     model.select_adapter(model.adapter_of("all"))
-    with torch.no_grad(), model.without_adapters():
+    with torch.no_grad(), model.disable_adapter():
         assert torch.equal(model.base_model(input_ids=IDS).logits, wanted)
 
 
