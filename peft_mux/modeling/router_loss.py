@@ -138,7 +138,8 @@ class RouterLoss:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.coefficients: dict[str, float] = {}
-        self.num_experts = self.top_k = 0
+        self.num_experts: int = 0
+        self.top_k: int = 0
         self.counted: dict[str, torch.Tensor] | None = None
         self._hook: Callable[..., Any] | None = None
         self._handles: list[Any] = []
@@ -151,13 +152,26 @@ class RouterLoss:
         """
         self.coefficients.pop(adapter, None)
         if coefficient:
-            recorder, (self.num_experts, self.top_k) = _recorder_of(backbone), _expert_counts(backbone.config)
+            text, language = backbone.config.get_text_config(), language_model(backbone)
+            counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
+            num_experts: Any = next((count for count in counts if count is not None), None)
+            top_k: Any = getattr(text, "num_experts_per_tok", None)
+            # What transformers records the logits of routers by.
+            recorder: Any = (getattr(language, "_can_record_outputs", None) or {}).get("router_logits")
+            is_known = isinstance(num_experts, int) and isinstance(top_k, int)
+            if getattr(recorder, "target_class", None) is None or not is_known:
+                raise UnsupportedModelError(
+                    f"{type(backbone).__name__} has no balancing loss in peft_mux, because transformers does not say "
+                    "which modules its routers are, or to how many experts a token is routed; mixtures such as "
+                    "Mixtral, Qwen3-MoE and OLMoE have one. Set router_aux_loss_coef=0."
+                )
+            self.num_experts, self.top_k = num_experts, top_k
             self.coefficients[adapter] = coefficient
             stream, index, named = self._stream, recorder.index, recorder.layer_name or ""
             if self._hook is None:
                 # A function and no method, as copies of a router that tasks train keep its hooks.
                 self._hook = lambda router, _, outputs: _balanced(router, outputs, index, stream)
-            for name, module in modules_below_adapters(language_model(backbone)):
+            for name, module in modules_below_adapters(language):
                 is_router = isinstance(module, recorder.target_class) and named in name
                 if is_router and self._hook not in module._forward_hooks.values():
                     self._handles.append(module.register_forward_hook(self._hook))
@@ -254,23 +268,3 @@ def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> An
     used = next((at for at in trained if at != index), index)
     parts[used] = _AddGradient.apply(parts[used], logits_UE, routed, stream.segments)
     return tuple(parts) if isinstance(outputs, tuple) else parts[0]
-
-
-def _expert_counts(config: Any) -> tuple[Any, Any]:
-    """Return the number of experts, and how many of them a token goes to, as far as a configuration says."""
-    text = config.get_text_config()
-    counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
-    return next((count for count in counts if count is not None), None), getattr(text, "num_experts_per_tok", None)
-
-
-def _recorder_of(backbone: Any) -> Any:
-    """Return what transformers records the logits of the routers of a backbone by."""
-    recorder = (getattr(language_model(backbone), "_can_record_outputs", None) or {}).get("router_logits")
-    counts = _expert_counts(backbone.config)
-    if getattr(recorder, "target_class", None) is None or not all(isinstance(count, int) for count in counts):
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no balancing loss in peft_mux, because transformers does not say which "
-            "modules its routers are, or to how many experts a token is routed; mixtures such as Mixtral, Qwen3-MoE "
-            "and OLMoE have one. Set router_aux_loss_coef=0."
-        )
-    return recorder

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
@@ -53,8 +54,6 @@ _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q"
 
 def register_attention() -> None:
     """Make `packed_attention` known to transformers under `ATTENTION_NAME`; may be called again."""
-    from transformers import AttentionInterface
-
     # No mask function under this name: transformers then makes no mask, and does not search the positions for packed
     # sequences either, which would wait for the device.
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
