@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import SchedulerType, TrainingArguments
@@ -27,7 +27,7 @@ from transformers.hf_argparser import string_to_bool
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
-from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
+from peft_mux.errors import ConfigError, Fault, Rule, closest, is_integer, is_real, raise_faults, shown
 from peft_mux.rendezvous import meet
 from peft_mux.scheduler.names import DISPATCHES, POLICY_NAMES, SCHEDULES
 
@@ -182,13 +182,6 @@ def _short(value: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------- rules of values
-
-
-class Rule(NamedTuple):
-    """The values that a setting accepts: a check, and their description for messages."""
-
-    is_valid: Callable[[Any], bool]
-    allowed: str
 
 
 def is_interval(value: object, minimum: int = 1) -> bool:
@@ -522,6 +515,11 @@ _RULES: Mapping[str, Rule] = {
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 
+def _setting(default: Any, text: str, **more: Any) -> Any:
+    """Return a field with the text that `HfArgumentParser` and `peft-mux config-schema` show for it."""
+    return field(default=default, metadata={"help": text, **more})
+
+
 @checks_settings(lambda *_, **given: refuse_unknown(given, MultiTaskTrainingArguments.__dataclass_fields__, "args"))
 @dataclass(repr=False)
 class MultiTaskTrainingArguments(TrainingArguments):
@@ -615,54 +613,44 @@ class MultiTaskTrainingArguments(TrainingArguments):
         ConfigError: naming every field that cannot be run.
     """
 
-    max_length: int = field(default=1024, metadata={"help": "Tokens of a row above which overlong_policy applies."})
-    data_timeout_s: float = field(default=300.0, metadata={"help": "Seconds to wait for the rows of a stream."})
-    overlong_policy: str = field(default="truncate", metadata={"help": "truncate, drop or error."})
-    max_tokens_per_micro_batch: int | str = field(
-        default="auto", metadata={"help": "Tokens of one forward and backward pass: a number, or auto."}
+    max_length: int = _setting(1024, "Tokens of a row above which overlong_policy applies.")
+    data_timeout_s: float = _setting(300.0, "Seconds to wait for the rows of a stream.")
+    overlong_policy: str = _setting("truncate", "truncate, drop or error.")
+    max_tokens_per_micro_batch: int | str = _setting(
+        "auto", "Tokens of one forward and backward pass: a number, or auto."
     )
-    chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
-    min_chunk_size: int = field(default=64, metadata={"help": "Smallest chunk size of that rule."})
-    pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
-    split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
-    share_prefixes: bool | str = field(
-        default="auto", metadata={"help": "Compute shared prefixes once: True, False, auto.", **_IS_FLAG}
+    chunk_size: int | None = _setting(None, "Tokens of a chunk; None for the rule of M 3.5.")
+    min_chunk_size: int = _setting(64, "Smallest chunk size of that rule.")
+    pad_to_chunks: bool = _setting(False, "Fill each task's part up to whole chunks.")
+    split_long_sequences: bool = _setting(False, "Cut rows longer than a pass into chunks.")
+    share_prefixes: bool | str = _setting("auto", "Compute shared prefixes once: True, False, auto.", **_IS_FLAG)
+    planner: str = _setting("mux", "mux, together, interleaved or sequential.")
+    memory_limit_gib: float | None = _setting(None, "Memory of a device that a plan may fill.")
+    cost_profile: str | None = _setting(None, "JSON file of peft-mux profile.")
+    measured_times: str = _setting("report", "report or plan: how measured times are used.")
+    replan_steps: int = _setting(20, "Steps after which a new plan is considered.")
+    replan_gain: float = _setting(0.05, "How much faster it must be, as a share.")
+    quarantine_policy: str = _setting("quarantine", "quarantine or stop.")
+    raise_on_failure: bool = _setting(False, "Raise at the end if tasks have failed.")
+    use_liger_kernel: bool | str = _setting(
+        "auto", "Fused norms, RoPE and MLPs of Liger: True, False, auto.", **_IS_FLAG
     )
-    planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
-    memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
-    cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
-    measured_times: str = field(default="report", metadata={"help": "report or plan: how measured times are used."})
-    replan_steps: int = field(default=20, metadata={"help": "Steps after which a new plan is considered."})
-    replan_gain: float = field(default=0.05, metadata={"help": "How much faster it must be, as a share."})
-    quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
-    raise_on_failure: bool = field(default=False, metadata={"help": "Raise at the end if tasks have failed."})
-    use_liger_kernel: bool | str = field(  # type: ignore[assignment]
-        default="auto", metadata={"help": "Fused norms, RoPE and MLPs of Liger: True, False, auto.", **_IS_FLAG}
-    )
-    cuda_graphs: bool | str = field(
-        default="auto", metadata={"help": "Replay passes as CUDA graphs: True, False, auto.", **_IS_FLAG}
-    )
-    selective_recompute: bool = field(
-        default=False, metadata={"help": "Recompute norms and products of MLPs in the backward pass."}
-    )
-    tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
-    pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
-    replicas: str | None = field(
-        default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2", or "auto".'}
-    )
-    dispatch: str = field(default="balanced", metadata={"help": "balanced, length or uniform."})
-    redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
-    interleaved_passes: int | str = field(
-        default="auto", metadata={"help": "Interleaved passes under tensor parallelism: a number, or auto."}
-    )
-    num_micro_batches: int | None = field(default=None, metadata={"help": "Passes of tasks in a step; None to search."})
-    pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
-    pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
-    shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
-    shard_optimizer: bool = field(default=False, metadata={"help": "Divide optimizer states among replicas by task."})
-    reduce_dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16: how gradients are sent."})
-    upload_to: str | None = field(default=None, metadata={"help": "URL of a copy of the run folder (fsspec)."})
-    report_per_task: bool = field(default=False, metadata={"help": "One run per task in report_to."})
+    cuda_graphs: bool | str = _setting("auto", "Replay passes as CUDA graphs: True, False, auto.", **_IS_FLAG)
+    selective_recompute: bool = _setting(False, "Recompute norms and products of MLPs in the backward pass.")
+    tensor_parallel_size: int = _setting(1, "Processes that share every layer.")
+    pipeline_parallel_size: int = _setting(1, "Stages of whole layers.")
+    replicas: str | None = _setting(None, 'Unequal replicas, such as "<2,1>, <1,1>x2", or "auto".')
+    dispatch: str = _setting("balanced", "balanced, length or uniform.")
+    redeploy: bool = _setting(False, "Move to better replicas when tasks come or go.")
+    interleaved_passes: int | str = _setting("auto", "Interleaved passes under tensor parallelism: a number, or auto.")
+    num_micro_batches: int | None = _setting(None, "Passes of tasks in a step; None to search.")
+    pipeline_schedule: str = _setting("mux", "mux, 1f1b, gpipe or interleaved_1f1b.")
+    pipeline_flush: str = _setting("auto", "auto or every_step.")
+    shard_backbone: bool = _setting(False, "Divide the frozen weights among replicas (FSDP2).")
+    shard_optimizer: bool = _setting(False, "Divide optimizer states among replicas by task.")
+    reduce_dtype: str = _setting("float32", "float32 or bfloat16: how gradients are sent.")
+    upload_to: str | None = _setting(None, "URL of a copy of the run folder (fsspec).")
+    report_per_task: bool = _setting(False, "One run per task in report_to.")
 
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
@@ -712,10 +700,10 @@ class MultiTaskTrainingArguments(TrainingArguments):
         names = [name for name in names if name in SETTABLE_FIELDS or not is_default(config, name, type(config))]
         if getattr(config.eval_strategy, "value", config.eval_strategy) != "steps":
             names = [name for name in names if name != "eval_steps"]  # Trainer does not read it then
-        own = {name: getattr(getattr(config, name), "value", getattr(config, name)) for name in names}
+        given = {name: getattr(getattr(config, name), "value", getattr(config, name)) for name in names}
         if getattr(config, "max_length", None) is not None:
-            own["max_length"] = config.max_length  # type: ignore[attr-defined]
-        return cls(**{"output_dir": config.output_dir, "use_cpu": config.use_cpu, **own, **settings})
+            given["max_length"] = config.max_length  # type: ignore[attr-defined]
+        return cls(**{"output_dir": config.output_dir, "use_cpu": config.use_cpu, **given, **settings})
 
     @property
     def place_model_on_device(self) -> bool:
@@ -814,7 +802,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     if args.bf16 is False and (launched := _precision_of_launcher()) != "no":
         reason = f"Reason: {reason_against('fp16') if launched == 'fp16' else 'adapters train in bf16 or fp32'}."
         faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))
-    saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
+    saving, evaluating = (getattr(name, "value", name) for name in (args.save_strategy, args.eval_strategy))
     for name, unset in {"push_to_hub": False, "upload_to": None}.items():
         value = getattr(args, name)
         if not _equals(value, unset) and _equals(saving, "no"):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 
 class PeftMuxError(Exception):
@@ -166,6 +167,33 @@ def is_real(value: object) -> bool:
 def is_text(value: object) -> bool:
     """Whether a value is a string of at least one character."""
     return isinstance(value, str) and bool(value)
+
+
+class Rule(NamedTuple):
+    """The values that a setting accepts.
+
+    Attributes:
+        is_valid: checks a value.
+        allowed: the accepted values in words; continues "must be".
+    """
+
+    is_valid: Callable[[Any], bool]
+    allowed: str
+
+
+def rule_faults(values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str = "") -> list[Fault]:
+    """Return a fault for each value that its rule does not accept; settings without a value or a rule have none.
+
+    Args:
+        values: values of settings, by name.
+        rules: rules of settings, by name.
+        prefix: dotted path of the settings, with a dot at its end.
+    """
+    return [
+        Fault(f"{prefix}{name}", shown(values[name]), rule.allowed)
+        for name, rule in rules.items()
+        if name in values and not rule.is_valid(values[name])
+    ]
 
 
 if sys.version_info >= (3, 11):

@@ -126,7 +126,22 @@ def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bo
     strategies = {"sequential": False, "group_by_length": "group_by_length"}
     settings["shuffle"] = strategies.get(config.train_sampling_strategy)
     settings["dataloader_drop_last"] = config.dataloader_drop_last or None
-    settings |= _loss_settings(config, name, objective)
+    if name is not None:
+        settings["objective"] = name
+    loss_type = getattr(config, "loss_type", None)
+    # TRL computes "chunked_nll" block by block, which is how it is always done here.
+    if loss_type not in (None, "nll", "chunked_nll"):
+        settings["loss_type"] = loss_type[0] if isinstance(loss_type, list) and len(loss_type) == 1 else loss_type
+    args = {}
+    for item in fields(objective.Args):
+        if item.name in type(config).__dataclass_fields__ and item.name not in CARRIED:
+            value = getattr(config, item.name)
+            if value != item.default:
+                args[item.name] = value
+    # A bound on what is generated, except for the loss that divides by it.
+    if loss_type != "dr_grpo":
+        args.pop("max_completion_length", None)
+    settings["objective_args"] = args or None
     template = getattr(config, "chat_template_path", None)
     if template:
         settings["chat_template"] = Path(template).read_text(encoding="utf-8")
@@ -137,8 +152,12 @@ def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bo
             settings.pop(name, None)
     settings = {name: getattr(value, "value", value) for name, value in settings.items()}
     settings = {**{name: value for name, value in settings.items() if value is not None}, **given}
+    # TRL switches the dropout of the whole model off.
     if getattr(config, "disable_dropout", False) and (adapter := given.get("peft_config")) is not None:
-        settings["peft_config"] = _without_dropout(adapter)
+        dropouts = [name for name in vars(adapter) if name.endswith("dropout") and getattr(adapter, name)]
+        settings["peft_config"] = copy.deepcopy(adapter)
+        for name in dropouts:
+            setattr(settings["peft_config"], name, 0.0)
     return settings
 
 
@@ -196,38 +215,6 @@ def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_
     return faults
 
 
-def _loss_settings(config: Any, name: str | None, objective: Objective) -> dict[str, Any]:
-    """Return the objective, its variant and its arguments."""
-    settings: dict[str, Any] = {} if name is None else {"objective": name}
-    loss_type = getattr(config, "loss_type", None)
-    # TRL computes "chunked_nll" block by block, which is how it is always done here.
-    if loss_type not in (None, "nll", "chunked_nll"):
-        settings["loss_type"] = loss_type[0] if isinstance(loss_type, list) and len(loss_type) == 1 else loss_type
-    args = {}
-    for item in fields(objective.Args):
-        if item.name in type(config).__dataclass_fields__ and item.name not in CARRIED:
-            value = getattr(config, item.name)
-            if value != item.default:
-                args[item.name] = value
-    # A bound on what is generated, except for the loss that divides by it.
-    if loss_type != "dr_grpo":
-        args.pop("max_completion_length", None)
-    if args:
-        settings["objective_args"] = args
-    return settings
-
-
-def _without_dropout(adapter: Any) -> Any:
-    """Return a configuration of an adapter without dropout: TRL switches the dropout of the whole model off."""
-    dropouts = [name for name in vars(adapter) if name.endswith("dropout") and getattr(adapter, name)]
-    if not dropouts:
-        return adapter
-    adapter = copy.deepcopy(adapter)
-    for name in dropouts:
-        setattr(adapter, name, 0.0)
-    return adapter
-
-
 # ------------------------------------------------------------------------------------------------------------- trainers
 
 
@@ -268,14 +255,6 @@ _REFERENCE = "ref"
 """The name under which trainers of TRL add a copy of the adapter of a `PeftModel`, which the loss compares with."""
 
 
-def _is_copied(model: Any, name: str) -> bool:
-    """Return whether the reference adapter of a model, if it has one, equals the adapter that is trained."""
-    weights = dict(model.named_parameters())
-    marker = f".{_REFERENCE}."
-    copies = {key: item for key, item in weights.items() if marker in f"{key}."}
-    return all(torch.equal(item, weights[f"{key}.".replace(marker, f".{name}.")[:-1]]) for key, item in copies.items())
-
-
 def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     """Return a fault for each part of a trainer's training that its task cannot reproduce."""
     faults, objective = _objective_of(type(trainer), "Trainer", "trainer")
@@ -283,7 +262,14 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     model: Any = getattr(trainer, "model", None)
     adapters: Any = getattr(model, "peft_config", None)
     names = [name for name in adapters if name != _REFERENCE] if isinstance(adapters, Mapping) else []
-    if len(names) != 1 or not _is_copied(model, names[0]):
+    is_reference_equal = True
+    if len(names) == 1:  # the reference adapter, if there is one, must equal the adapter that is trained
+        weights, marker = dict(model.named_parameters()), f".{_REFERENCE}."
+        for key, weight in weights.items():
+            if marker in f"{key}.":
+                trained = f"{key}.".replace(marker, f".{names[0]}.")[:-1]
+                is_reference_equal = is_reference_equal and torch.equal(weight, weights[trained])
+    if len(names) != 1 or not is_reference_equal:
         allowed = "a trainer of a model with one adapter: SFTTrainer(peft_config=...), or a PeftModel"
         got = f"{type(model).__name__} with {', '.join(adapters)}" if adapters else type(model).__name__
         fix = "Take the others out: model.delete_adapter(...)." if adapters else ""
@@ -304,8 +290,7 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
         faults.append(Fault("trainer.args.packing_strategy", "'wrapped'", allowed))
     if getattr(trainer, "formatting_func", None) is not None:
         faults.append(Fault("trainer.formatting_func", "a function", "None", "Map the rows before."))
-    own_loss = getattr(trainer, "compute_loss_func", None) is not None
-    if own_loss or not _is_of_libraries(type(trainer).compute_loss):
+    if getattr(trainer, "compute_loss_func", None) is not None or not _is_of_libraries(type(trainer).compute_loss):
         fix = "Give Task(objective=function): docs/losses.md."
         faults.append(Fault("trainer.compute_loss", "your own loss", "the loss of its class", fix))
     if not _is_of_libraries(type(trainer.data_collator)) and "train_dataset" not in given:

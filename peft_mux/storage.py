@@ -193,17 +193,23 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> d
         state = "extra" if odd in present else "missing"
         raise CheckpointError(f"{folder / odd} is {state}; the folder must have exactly the files of its manifest.")
     for name, wanted in files.items():
-        path = folder / name
-        # A link is refused even if its content is right: its target may change later. Sizes are compared first, because
-        # a file that was grown may take hours to read.
-        try:
-            is_own = not path.is_symlink() and path.is_file() and path.stat().st_size == wanted[0]
-            is_own = is_own and digest_file(path) == wanted
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error}).") from error
-        if not is_own:
-            raise CheckpointError(f"{path} was changed since it was written.")
+        # A link is refused even if its content is right: its target may change later.
+        if (folder / name).is_symlink() or not _is_unchanged(folder / name, wanted):
+            raise CheckpointError(f"{folder / name} was changed since it was written.")
     return facts
+
+
+def _is_unchanged(path: Path, wanted: tuple[int, str]) -> bool:
+    """Return whether a file has the size in bytes and the SHA-256 that it should have.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    try:
+        # Sizes are compared first, because a file that was grown may take hours to read.
+        return path.stat().st_size == wanted[0] and digest_file(path) == wanted
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}).") from error
 
 
 def write_checksums(folder: Path, names: Sequence[str]) -> None:
@@ -235,15 +241,11 @@ def verify_checksums(folder: Path, names: Sequence[str]) -> None:
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has no checksums of {', '.join(names)}.") from error
     for name in names:
-        file = folder / name
-        try:
-            is_intact = file.stat().st_size == wanted[name][0] and digest_file(file) == wanted[name]
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read ({error}).") from error
-        if not is_intact:
+        if not _is_unchanged(folder / name, wanted[name]):
             raise CheckpointError(
-                f"{file} was changed since it was written: it does not match {CHECKSUMS_NAME} next to it. Resume the "
-                "run, which restores it from a checkpoint, or delete the checksums if the change was intended."
+                f"{folder / name} was changed since it was written: it does not match {CHECKSUMS_NAME} next to it. "
+                "Resume the run, which restores it from a checkpoint, or delete the checksums if the change was "
+                "intended."
             )
 
 

@@ -44,12 +44,15 @@ from peft_mux.errors import (
     CheckpointError,
     ConfigError,
     Fault,
+    Rule,
     StrEnum,
     closest,
     is_integer,
     is_real,
+    is_text,
     printable,
     raise_faults,
+    rule_faults,
     shown,
 )
 from peft_mux.from_trl import settings_of, settings_of_trainer
@@ -147,13 +150,12 @@ def event_faults(callbacks: Iterable[object], where: str) -> list[Fault]:
     """
     faults = []
     for callback in callbacks:
-        likely = [name for name in dir(callback) if name.startswith(("on_task", "on_plan", "on_replan"))]
-        for name in [method for method in likely if method not in EVENTS and callable(getattr(callback, method))]:
-            kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-            fix = closest(name, EVENTS)
-            faults.append(
-                Fault(f"{where}.{kind}.{name}", "an event that is never called", f"one of {', '.join(EVENTS)}", fix)
-            )
+        kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+        for name in dir(callback):
+            is_likely = name.startswith(("on_task", "on_plan", "on_replan")) and callable(getattr(callback, name))
+            if is_likely and name not in EVENTS:
+                got, allowed = "an event that is never called", f"one of {', '.join(EVENTS)}"
+                faults.append(Fault(f"{where}.{kind}.{name}", got, allowed, closest(name, EVENTS)))
     return faults
 
 
@@ -222,17 +224,13 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         """Check all fields."""
-        faults = []
-        if not is_integer(self.patience, 1):
-            faults.append(Fault("early_stopping.patience", shown(self.patience), "an integer of at least 1"))
-        if not is_real(self.min_delta) or self.min_delta < 0:
-            faults.append(Fault("early_stopping.min_delta", shown(self.min_delta), "a number of at least 0"))
-        if not isinstance(self.metric, str) or not self.metric:
-            faults.append(Fault("early_stopping.metric", shown(self.metric), "the name of a metric"))
-        direction = self.greater_is_better
-        if direction is not None and not isinstance(direction, bool):
-            faults.append(Fault("early_stopping.greater_is_better", shown(direction), "True, False or None"))
-        raise_faults(faults)
+        rules = {
+            "patience": Rule(lambda value: is_integer(value, 1), "an integer of at least 1"),
+            "min_delta": Rule(lambda value: is_real(value) and value >= 0, "a number of at least 0"),
+            "metric": Rule(is_text, "the name of a metric"),
+            "greater_is_better": type_rule("bool | None"),
+        }
+        raise_faults(rule_faults({name: getattr(self, name) for name in rules}, rules, "early_stopping."))
 
     @property
     def maximise(self) -> bool:
@@ -247,7 +245,9 @@ def _check_settings(*args: Any, **settings: Any) -> None:
     if args:
         fix = "Write Task(name=..., peft_config=..., train_dataset=...)."
         raise_faults([Fault("task", f"{shown(args[0])} without a name", "created from settings by name", fix)])
-    needed = ("name", "peft_config", "train_dataset")[:: 1 if settings.get("init_adapter") is None else 2]
+    needed = ["name", "peft_config", "train_dataset"]
+    if settings.get("init_adapter") is not None:  # it has a configuration
+        needed.remove("peft_config")
     refuse_unknown(settings, Task.__dataclass_fields__, _where(settings.get("name")), needed)
 
 
@@ -402,8 +402,7 @@ class Task:
             object.__setattr__(self, which, rows)
         faults += _begin_from_adapter(self, where)
         loss = find_loss(self, where)
-        faults += [*_field_faults(self, where), *loss.faults, *_evaluation_faults(self, where, loss)]
-        raise_faults([*faults, *_reference_faults(self, where, loss)])
+        raise_faults([*faults, *_field_faults(self, where), *loss.faults, *_combination_faults(self, where, loss)])
 
     @classmethod
     def from_sft_config(cls, name: str, config: TrainingArguments, **settings: Any) -> Task:
@@ -485,8 +484,11 @@ def _opened(task: Task, which: str, where: str) -> tuple[Any, list[Fault]]:
         names = [name for name in rows if not isinstance(name, str) or name.split() != [printable(name)]]
         if names:
             return rows, [Fault(f"{where}.{which}", shown(names[0]), "named by printable words without spaces")]
-        parts = {name: opened_rows(task, part, f"{which}.{name}", where) for name, part in rows.items()}
-        return {name: part for name, (part, _) in parts.items()}, [own for _, found in parts.values() for own in found]
+        opened, faults = {}, []
+        for name, part in rows.items():
+            opened[name], faults_of_part = opened_rows(task, part, f"{which}.{name}", where)
+            faults += faults_of_part
+        return opened, faults
     return opened_rows(task, rows, which, where)
 
 
@@ -548,20 +550,6 @@ def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
     ]
 
 
-def _reference_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
-    """Return what is wrong with `reference`, given the loss that would read it."""
-    given, field = task.reference, f"{where}.reference"
-    if given is None:
-        return []
-    if not isinstance(given, str) or given not in ("adapter", "backbone"):
-        return [Fault(field, shown(given), "'adapter' or 'backbone'")]
-    if given == "adapter" and task.init_adapter is None:
-        return [Fault(field, shown(given), "'backbone' without init_adapter", "Set init_adapter to a saved adapter.")]
-    if loss.objective is not None and loss.args is not None and not loss.args.needs_reference:
-        return [Fault(field, shown(given), "None with a loss that has no reference")]
-    return []
-
-
 def _field_faults(task: Task, where: str) -> list[Fault]:
     """Return a fault for each field with an invalid value, independent of the other fields."""
     faults = [fault] if (fault := name_fault(task.name)) is not None else []
@@ -573,9 +561,7 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None except with LoraConfig, whose B has its own rate"))
     rules = {name: rule for name, rule in NUMBER_RULES.items() if getattr(task, name) is not None or name == "priority"}
     rules |= {name: type_rule(Task.__dataclass_fields__[name].type) for name in _PLAIN_FIELDS}
-    for name, rule in rules.items():
-        if not rule.is_valid(getattr(task, name)):
-            faults.append(Fault(f"{where}.{name}", shown(getattr(task, name)), rule.allowed))
+    faults += rule_faults({name: getattr(task, name) for name in rules}, rules, f"{where}.")
     for name, options in (("optim", supported_optimizers()), ("lr_scheduler_type", supported_schedules())):
         if getattr(task, name) is not None:
             faults += choice_faults(f"{where}.{name}", getattr(task, name), options)
@@ -597,8 +583,8 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
     return faults
 
 
-def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
-    """Return faults of combinations of settings: how a task is evaluated, and how its best evaluation is chosen."""
+def _combination_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
+    """Return faults of settings that do not go together, given the loss: evaluations, rows, and the reference."""
     faults = []
     rule = task.early_stopping
     if rule is not None and not isinstance(rule, EarlyStopping):
@@ -664,7 +650,7 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         fix = "Rows of a step are computed without padding anyway; read a stream into a list to pack it."
         faults.append(Fault(f"{where}.packing", "True", allowed, fix))
     can_keep_end = name in ("sft", "dpo") and task.packing is not True
-    if not isinstance(mode, str) or mode not in ("keep_start", "keep_end")[: 1 + can_keep_end]:
+    if not isinstance(mode, str) or mode not in (("keep_start", "keep_end") if can_keep_end else ("keep_start",)):
         allowed = '"keep_start", or "keep_end" for the objectives sft and dpo without packing'
         faults.append(Fault(f"{where}.truncation_mode", shown(mode), allowed))
     if is_stream and isinstance(task.shuffle, str):
@@ -673,6 +659,14 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     if is_stream and not task.max_steps:
         allowed = "a number of steps, because a stream has no length"
         faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
+    reference, at = task.reference, f"{where}.reference"
+    if reference is not None and (not isinstance(reference, str) or reference not in ("adapter", "backbone")):
+        faults.append(Fault(at, shown(reference), "'adapter' or 'backbone'"))
+    elif reference == "adapter" and task.init_adapter is None:
+        fix = "Set init_adapter to a saved adapter."
+        faults.append(Fault(at, shown(reference), "'backbone' without init_adapter", fix))
+    elif reference is not None and loss.args is not None and not loss.args.needs_reference:
+        faults.append(Fault(at, shown(reference), "None with a loss that has no reference"))
     return faults
 
 
@@ -753,24 +747,21 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
         eval_steps = args.eval_steps or args.logging_steps
     elif strategy == "epoch" or needs_best:
         eval_steps = -1
-    same = (
-        "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
-        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start "
-        "label_smoothing_factor dataloader_drop_last"
-    ).split()
-    return HyperParameters(
-        train_batch_size=task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps,
-        max_steps=max_steps,
-        eval_steps=eval_steps,
-        save_steps=task.save_steps or 0,
-        load_best_model_at_end=load_best,
-        metric_for_best_model=metric,
-        greater_is_better=greater,
-        neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
-        loraplus_lr_ratio=task.loraplus_lr_ratio,
-        router_aux_loss_coef=task.router_aux_loss_coef,
-        **{name: pick(name) for name in same},
-    )
+    batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    settings: dict[str, Any] = {
+        "train_batch_size": batch_size,
+        "max_steps": max_steps,
+        "eval_steps": eval_steps,
+        "save_steps": task.save_steps or 0,
+        "load_best_model_at_end": load_best,
+        "metric_for_best_model": metric,
+        "greater_is_better": greater,
+        "neftune_noise_alpha": pick("neftune_noise_alpha") or 0.0,
+        "loraplus_lr_ratio": task.loraplus_lr_ratio,
+        "router_aux_loss_coef": task.router_aux_loss_coef,
+    }
+    others = {item.name: pick(item.name) for item in fields(HyperParameters) if item.name not in settings}
+    return HyperParameters(**settings, **others)
 
 
 def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:

@@ -101,7 +101,7 @@ class guard_user_code(AbstractContextManager[None]):
         self._outer, _running.task = running_task(), self._task
         # Code within other own code is watched by the outer guard.
         watch = getattr(_running, "watch", None) if self._watches and self._outer is None else None
-        self._put_model_back = str if watch is None else watch(self._task, self._what)
+        self._put_model_back = (lambda: "") if watch is None else watch(self._task, self._what)
         # This block restores the state of the thread: inference mode, gradients, and which keys operations dispatch on.
         self._thread, records_gradients = (
             torch._C._InferenceMode(torch.is_inference_mode_enabled()),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,11 +38,12 @@ from peft_mux.arguments import (
     SETTABLE_FIELDS,
     MultiTaskTrainingArguments,
     belongs,
+    by_name,
     plain_types,
     reason_against,
 )
 from peft_mux.data.sources import SOURCES, rows_of
-from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
+from peft_mux.errors import ConfigError, Fault, Rule, closest, is_integer, is_real, raise_faults, rule_faults, shown
 from peft_mux.modeling.sampling import GenerateOptions
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, parse_devices
 from peft_mux.scheduler.plan import Link
@@ -196,21 +196,19 @@ def _resolve_paths(section: dict[str, Any], folder: Path, prefix: str = "") -> d
     return absent
 
 
-_COUNT = ("an integer of 1 or more", lambda value: type(value) is int and value >= 1)
-_RATE = ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf)
-_LATENCY = ("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value < math.inf)
 _DEVICE_NAMES = {name.lower() for name in DEVICES}
-_CLUSTER_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "device": (f"one of {', '.join(DEVICES)}", lambda value: str(value).lower() in _DEVICE_NAMES),
-    "nodes": _COUNT,
-    "devices_per_node": _COUNT,
-    "ports_per_node": _COUNT,
-    "intra_node_gb_per_s": _RATE,
-    "intra_node_latency_us": _LATENCY,
-    "inter_node_gb_per_s": _RATE,
-    "inter_node_latency_us": _LATENCY,
-}
-"""The keys of a file that describes a cluster, with what is allowed; only the first three are required."""
+_CLUSTER_RULES = by_name(
+    {
+        "device": Rule(lambda value: str(value).lower() in _DEVICE_NAMES, f"one of {', '.join(DEVICES)}"),
+        "nodes devices_per_node ports_per_node": Rule(lambda value: is_integer(value, 1), "an integer of 1 or more"),
+        "intra_node_gb_per_s inter_node_gb_per_s": Rule(lambda value: is_real(value) and value > 0, "a number above 0"),
+        "intra_node_latency_us inter_node_latency_us": Rule(
+            lambda value: is_real(value) and value >= 0, "a number of 0 or more"
+        ),
+    }
+)
+"""Rules of the keys of a file that describes a cluster; only the device and the counts of nodes and devices are
+required."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -231,14 +229,14 @@ def read_cluster(path: str | Path) -> Cluster:
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
-    data, lines, faults = read_mapping(path, _CLUSTER_KEYS)
-    faults += _key_faults(data, _CLUSTER_KEYS, "")
-    for key, (allowed, is_right) in _CLUSTER_KEYS.items():
+    data, lines, faults = read_mapping(path, _CLUSTER_RULES)
+    faults += _key_faults(data, _CLUSTER_RULES, "")
+    for key, rule in _CLUSTER_RULES.items():
         value = data.get(key)
         if value is None and key in ("device", "nodes", "devices_per_node"):
-            faults.append(Fault(key, "nothing", allowed))
-        elif value is not None and not is_right(value):
-            faults.append(Fault(key, shown(value), allowed, closest(value, DEVICES) if key == "device" else ""))
+            faults.append(Fault(key, "nothing", rule.allowed))
+        elif value is not None and not rule.is_valid(value):
+            faults.append(Fault(key, shown(value), rule.allowed, closest(value, DEVICES) if key == "device" else ""))
     raise_faults(located(faults, path.name, lines))
     cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
 
@@ -343,7 +341,7 @@ def _parsed(text: str, where: str) -> tuple[Any, dict[str, int], list[Fault]]:
             elif isinstance(child, yaml.SequenceNode):
                 waiting += child.value
         # Before values are made, which writes merged keys (`<<`) into the nodes.
-        faults = _look_at_keys(node, "", lines) if isinstance(node, yaml.MappingNode) else []
+        faults = _record_lines(node, "", lines) if isinstance(node, yaml.MappingNode) else []
         return None if node is None else loader.construct_document(node), lines, faults
     except ConfigError:
         raise
@@ -363,7 +361,7 @@ def _parsed(text: str, where: str) -> tuple[Any, dict[str, int], list[Fault]]:
         raise ConfigError(f"{where}: is not YAML: a value cannot be read: {error}. Write it in quotes.") from error
 
 
-def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> list[Fault]:
+def _record_lines(node: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> list[Fault]:
     """Record the line of each key; return faults of keys: duplicates, and keys that are not strings (`yes` is true)."""
     faults: list[Fault] = []
     for key, value in node.value:
@@ -381,7 +379,7 @@ def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int]) ->
             fix = f'Write it in quotes: "{key.value}".' if isinstance(key, yaml.ScalarNode) else ""
             faults.append(Fault(where, got, "a name", fix))
         if isinstance(value, yaml.MappingNode):
-            faults += _look_at_keys(value, f"{where}.", lines)
+            faults += _record_lines(value, f"{where}.", lines)
     return faults
 
 
@@ -415,7 +413,8 @@ def _expand_secrets(section: Any, prefix: str = "") -> list[Fault]:
 # -------------------------------------------------------------------------------------------------------- the sections
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return a section of a file; an empty one for a value of another type."""
     return value if isinstance(value, dict) else {}
 
 
@@ -457,7 +456,7 @@ def _hint_of_task(key: str) -> str:
 def _indentation_faults(data: Mapping[str, Any]) -> list[Fault]:
     """Return a fault for each section or task that is empty because the keys after it are not indented."""
     faults = []
-    for prefix, section in (("", data), ("tasks.", _mapping(data.get("tasks")))):
+    for prefix, section in (("", data), ("tasks.", as_mapping(data.get("tasks")))):
         empty, strays = "", {}
         for key, value in section.items():
             if (key in TASK_KEYS) if prefix else (key not in _TOP_KEYS):
@@ -465,9 +464,10 @@ def _indentation_faults(data: Mapping[str, Any]) -> list[Fault]:
             else:
                 empty = str(key) if value is None else ""
         for key, names in strays.items():
-            got = f"nothing, followed by {', '.join(names)} without more indentation"
-            fix = "Indent these keys by two more spaces."
-            faults += [Fault(f"{prefix}{key}", got, "a mapping with indented keys", fix)] if key else []
+            if key:  # an empty section or task comes before these names
+                got = f"nothing, followed by {', '.join(names)} without more indentation"
+                fix = "Indent these keys by two more spaces."
+                faults.append(Fault(f"{prefix}{key}", got, "a mapping with indented keys", fix))
     return faults
 
 
@@ -477,9 +477,9 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     for key in ("model", "tasks"):
         if not data.get(key):
             faults.append(Fault(key, shown(data.get(key)), "set, because every file needs it"))
-    faults += _kind_faults(data, _KINDS, "")
-    defaults, tasks = _mapping(data.get("defaults")), _mapping(data.get("tasks"))
-    faults += _key_faults(_mapping(data.get("run")), SETTABLE_FIELDS - {"output_dir"}, "run.", _hint_of_run)
+    faults += rule_faults(data, _RULES)
+    defaults, tasks = as_mapping(data.get("defaults")), as_mapping(data.get("tasks"))
+    faults += _key_faults(as_mapping(data.get("run")), SETTABLE_FIELDS - {"output_dir"}, "run.", _hint_of_run)
     faults += _key_faults(defaults, TASK_KEYS, "defaults.", _hint_of_task)
     for name, task in tasks.items():
         where = f"tasks.{name}"
@@ -489,12 +489,12 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
         faults += _key_faults(task, TASK_KEYS, f"{where}.", _hint_of_task)
         # With the defaults, as they may hold what a task leaves out.
         settings = _with_defaults(defaults, task)
-        faults += _kind_faults(settings, _TASK_KINDS, f"{where}.") + _data_faults(settings, where)
+        faults += rule_faults(settings, _TASK_RULES, f"{where}.") + _data_faults(settings, where)
         if settings.get("dataset") in (None, ""):
             # A misspelt name in --set makes a task of one setting.
             meant = closest(str(name), [str(other) for other in tasks if other != name]) if len(task) == 1 else ""
             faults.append(Fault(f"{where}.dataset", shown(settings.get("dataset")), SOURCES, meant))
-    return faults + _kind_faults(defaults, _TASK_KINDS, "defaults.")
+    return faults + rule_faults(defaults, _TASK_RULES, "defaults.")
 
 
 def _with_defaults(defaults: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
@@ -532,25 +532,26 @@ def _data_faults(settings: Mapping[str, Any], where: str) -> list[Fault]:
     return faults
 
 
-_KINDS = {
-    **dict.fromkeys(("model", "tokenizer", "output_dir"), (str, "a string")),
-    **dict.fromkeys(("model_init_kwargs", "run", "defaults", "tasks"), (dict, "a mapping")),
-}
-_TASK_KINDS = {
-    "dataset": ((str, list), SOURCES),
-    "eval_dataset": ((str, dict), f"{SOURCES}, or several by name"),
-    **dict.fromkeys(("dataset_config", "split", "eval_split"), (str, "a name")),
-    **dict.fromkeys(("peft", "early_stopping"), (dict, "a mapping")),
-}
-"""Types of the values that are not passed on to an object, which would check them, and how messages call them."""
+def _of_type(kinds: type | tuple[type, ...], allowed: str) -> Rule:
+    """Return the rule of a value that has one of some types, or is left out."""
+    return Rule(lambda value: value is None or isinstance(value, kinds), allowed)
 
 
-def _kind_faults(section: Mapping[str, Any], kinds: Mapping[str, tuple[Any, str]], prefix: str) -> list[Fault]:
-    return [
-        Fault(f"{prefix}{key}", shown(section[key]), allowed)
-        for key, (kind, allowed) in kinds.items()
-        if section.get(key) is not None and not isinstance(section[key], kind)
-    ]
+_RULES = by_name(
+    {
+        "model tokenizer output_dir": _of_type(str, "a string"),
+        "model_init_kwargs run defaults tasks": _of_type(dict, "a mapping"),
+    }
+)
+_TASK_RULES = by_name(
+    {
+        "dataset": _of_type((str, list), SOURCES),
+        "eval_dataset": _of_type((str, dict), f"{SOURCES}, or several by name"),
+        "dataset_config split eval_split": _of_type(str, "a name"),
+        "peft early_stopping": _of_type(dict, "a mapping"),
+    }
+)
+"""Rules of the values that are not passed on to an object, which would check them."""
 
 
 # --------------------------------------------------------------------------------------------------------- the objects
@@ -568,29 +569,29 @@ def _make_run_config(
     data: dict[str, Any], before_rows: Callable[[MultiTaskTrainingArguments], None]
 ) -> tuple[RunConfig | None, list[Fault]]:
     """Return what a file describes, or what is wrong with the objects that it stands for."""
-    given = {key: value for key, value in _mapping(data.get("run")).items() if key in SETTABLE_FIELDS}
+    given = {key: value for key, value in as_mapping(data.get("run")).items() if key in SETTABLE_FIELDS}
     given["output_dir"] = data["output_dir"]
     args, faults = _attempt("run", lambda: MultiTaskTrainingArguments(**given))
     if args is not None:
         before_rows(args)
-    defaults = _mapping(data.get("defaults"))
-    default_peft = _mapping(defaults.get("peft"))
-    sections = {name: section for name, section in _mapping(data.get("tasks")).items() if isinstance(section, dict)}
+    defaults = as_mapping(data.get("defaults"))
+    default_peft = as_mapping(defaults.get("peft"))
+    sections = {name: section for name, section in as_mapping(data.get("tasks")).items() if isinstance(section, dict)}
     has_held_out = {
         name: any({**defaults, **section}.get(key) is not None for key in ("eval_dataset", "eval_split", "val_size"))
         for name, section in sections.items()
     }
     tasks: list[Task] = []
     record: dict[str, Any] = {
-        key: {name: value for name, value in _mapping(data.get(key)).items() if f"{key}.{name}" not in SECRETS}
+        key: {name: value for name, value in as_mapping(data.get(key)).items() if f"{key}.{name}" not in SECRETS}
         for key in ("run", "model_init_kwargs")
     }
     record |= {"model": data.get("model"), "tokenizer": data.get("tokenizer"), "output_dir": ".", "tasks": {}}
     for name, settings in sections.items():
         # A task of another type than the defaults has none of their options.
-        peft = {**default_peft, **_mapping(settings.get("peft"))}
+        peft = {**default_peft, **as_mapping(settings.get("peft"))}
         if str(peft.get("type", "lora")).lower() != str(default_peft.get("type", "lora")).lower():
-            peft = _mapping(settings.get("peft"))
+            peft = as_mapping(settings.get("peft"))
         merged = {**_with_defaults(defaults, settings), "peft": peft}
         if any(has_held_out.values()) and not has_held_out[name]:
             # As with the arguments of a run: defaults about evaluations do not apply to tasks without held-out rows.
@@ -599,10 +600,11 @@ def _make_run_config(
         seed: Any = merged.get("seed", given.get("seed"))
         task, more = _make_task(str(name), merged, seed if is_integer(seed, 0, 2**32 - 1) else 42)
         faults += more
-        tasks += [] if task is None else [task]
+        if task is not None:
+            tasks.append(task)
     if faults or args is None or not isinstance(data.get("model"), str) or not tasks:
         return None, faults
-    options = _mapping(data.get("model_init_kwargs"))
+    options = as_mapping(data.get("model_init_kwargs"))
     return RunConfig(data["model"], data.get("tokenizer"), args, tasks, options, record=record), []
 
 
@@ -622,7 +624,7 @@ def _make_task(name: str, settings: Mapping[str, Any], seed: int) -> tuple[Task 
     fields |= dict.fromkeys(without_rows, _NO_ROWS)
     if settings.get("peft") or fields.get("init_adapter") is None:
         fields["peft_config"], more = _attempt(
-            where, _make_peft_config, _mapping(settings.get("peft")), f"{where}.peft"
+            where, _make_peft_config, as_mapping(settings.get("peft")), f"{where}.peft"
         )
         faults += more
     for key, kind in (("early_stopping", EarlyStopping), ("eval_generate", GenerateOptions)):
@@ -664,7 +666,7 @@ def _load_rows(settings: Mapping[str, Any], seed: int, where: str) -> tuple[dict
             got = f"{size} with data sets of {', '.join(str(len(part)) for part in parts)} rows"
             faults.append(Fault(f"{where}.val_size", got, "a part of the rows of each data set"))
     given = settings.get("dataset")
-    weights: list[Any] = [_mapping(part).get("weight") for part in given] if isinstance(given, list) else []
+    weights: list[Any] = [as_mapping(part).get("weight") for part in given] if isinstance(given, list) else []
     if parts and weights and all(is_real(weight) and weight > 0 for weight in weights):
         shares = [weight / sum(weights) for weight in weights]
         loaded["train_dataset"] = interleave_datasets(
@@ -683,13 +685,13 @@ def _parts(settings: Mapping[str, Any], key: str, split: Any, where: str) -> lis
     """
     given, parts = settings.get(key), []
     for number, part in enumerate(given if isinstance(given, list) else [{"path": given}]):
-        options = {"split": settings.get("split") if key == "dataset" else None, **_mapping(part)}
+        options = {"split": settings.get("split") if key == "dataset" else None, **as_mapping(part)}
         options = {"dataset_config": settings.get("dataset_config"), **options, **({"split": split} if split else {})}
-        source, own_split, config = (options.get(name) for name in ("path", "split", "dataset_config"))
-        if not source or not all(text is None or isinstance(text, str) for text in (source, own_split, config)):
+        source, name, config = (options.get(option) for option in ("path", "split", "dataset_config"))
+        if not source or not all(text is None or isinstance(text, str) for text in (source, name, config)):
             return None
         field = f"{key}.{number}.path" if isinstance(given, list) else key
-        parts.append(rows_of(source, own_split or "train", config, where, field))
+        parts.append(rows_of(source, name or "train", config, where, field))
     columns = [sorted(part.column_names) for part in parts]
     if any(names != columns[0] for names in columns):
         got = " and ".join(", ".join(names) for names in columns)

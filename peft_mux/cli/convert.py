@@ -21,9 +21,20 @@ import yaml
 from transformers import TrainingArguments
 
 from peft_mux.arguments import RENAMED, SETTABLE_FIELDS, by_name, reason_against
-from peft_mux.cli.config_file import located, read_mapping
+from peft_mux.cli.config_file import as_mapping, located, read_mapping
 from peft_mux.data.sources import ROLES
-from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, is_text, raise_faults, shown
+from peft_mux.errors import (
+    ConfigError,
+    Fault,
+    Rule,
+    closest,
+    is_integer,
+    is_real,
+    is_text,
+    raise_faults,
+    rule_faults,
+    shown,
+)
 from peft_mux.log.lines import window_width, wrapped
 from peft_mux.modeling.objectives.objective import OBJECTIVES
 from peft_mux.storage import write_file
@@ -38,25 +49,20 @@ _ENTRY_KEYS = (
     "message_property_mappings message_field_role message_field_content roles"
 ).split()
 """Keys of Axolotl's datasets that are read, or that say what holds here anyway."""
-_KINDS = {
-    "model_name_or_path base_model tokenizer_config adapter_name_or_path lora_model_dir output_dir dataset_dir": (
-        is_text,
-        "a string",
-    ),
-    "per_device_train_batch_size micro_batch_size gradient_accumulation_steps lora_rank": (
-        lambda value: is_integer(value, 1),
-        "an integer of at least 1",
-    ),
-    "num_train_epochs num_epochs evals_per_epoch saves_per_epoch val_size val_set_size": (
-        lambda value: is_real(value) and value >= 0,
-        "a number of at least 0",
-    ),
-}
-"""Keys with whose values others are computed, and what these must be; the others are checked by validate."""
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+_RULES = by_name(
+    {
+        "model_name_or_path base_model tokenizer_config adapter_name_or_path lora_model_dir output_dir dataset_dir": (
+            Rule(lambda value: value is None or is_text(value), "a string")
+        ),
+        "per_device_train_batch_size micro_batch_size gradient_accumulation_steps lora_rank": Rule(
+            lambda value: value is None or is_integer(value, 1), "an integer of at least 1"
+        ),
+        "num_train_epochs num_epochs evals_per_epoch saves_per_epoch val_size val_set_size": Rule(
+            lambda value: value is None or (is_real(value) and value >= 0), "a number of at least 0"
+        ),
+    }
+)
+"""Rules of the keys with whose values others are computed; the others are checked by validate."""
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -74,23 +80,29 @@ def convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path} must have the key {wanted}, got the keys {', '.join(map(str, given))}.")
     if out.exists():
         raise ConfigError(f"convert must write a new file, got {out}, which exists. Choose another one with -o.")
-    for names, (is_valid, allowed) in _KINDS.items():
-        wrong = [key for key in names.split() if given.get(key) is not None and not is_valid(given[key])]
-        faults += [Fault(key, shown(given[key]), allowed) for key in wrong]
-    raise_faults(located(faults, path.name, lines))
+    raise_faults(located([*faults, *rule_faults(given, _RULES)], path.name, lines))
     notes = ["number of processes: train_batch_size counts the rows of all processes, and is written for one"]
     settings = _settings(given, tool, notes, faults)
     settings = {**_rows(given, tool, settings.get("task.objective", "sft"), path.parent, notes, faults), **settings}
     raise_faults(located(faults, path.name, lines))
     settings |= _targets(given, settings)
-    _hold_out(given, settings, notes)
+    key = "val_size" if "val_size" in given else "val_set_size"
+    size = given.get(key) or 0
+    if size and "task.eval_dataset" in settings:
+        notes.append(f"{key}: eval_dataset has the held-out rows")
+    elif size:
+        settings["task.val_size"] = int(size) if size >= 1 else size
+    elif "task.eval_dataset" not in settings:
+        for key in [key for key in settings if key.startswith(("run.eval", "task.early_stopping", "run.load_best"))]:
+            del settings[key]
+            notes.append(f"{key.partition('.')[2]}: there are no held-out rows")
     parts = settings.get("task.dataset")
-    places: list[tuple[dict[str, Any], str]] = [(part, "path") for part in parts] if isinstance(parts, list) else []
-    for key in ("model", "tokenizer", "output_dir", "task.init_adapter", "task.dataset", "task.eval_dataset"):
-        places += [(settings, key)] if isinstance(settings.get(key), str) else []
-    for section, key in places:
-        if key == "output_dir" or Path(section[key]).exists():
-            section[key] = os.path.relpath(section[key], out.parent)
+    path_keys = ("path", "model", "tokenizer", "output_dir", "task.init_adapter", "task.dataset", "task.eval_dataset")
+    for section in (settings, *(parts if isinstance(parts, list) else ())):
+        for key in path_keys:
+            given_path = section.get(key)
+            if isinstance(given_path, str) and (key == "output_dir" or Path(given_path).exists()):
+                section[key] = os.path.relpath(given_path, out.parent)
     name = re.sub(r"\W", "-", path.stem, flags=re.ASCII)[:64]
     made: dict[str, Any] = {"model": None, "output_dir": f"runs/{name}", "model_init_kwargs": {}, "run": {}}
     for key, value in settings.items():
@@ -142,7 +154,8 @@ def _settings(given: Mapping[str, Any], tool: str, notes: list[str], faults: lis
             value = value if isinstance(value, list | dict) else _TABLES["values"].get(target, {}).get(value, value)
             if tool == "LLaMA-Factory" and target.endswith(("modules", "to_save")) and value != "all-linear":
                 value = [part.strip() for part in str(value).split(",")]
-            settings |= {} if value is None else {target: value}
+            if value is not None:
+                settings[target] = value
         elif key not in TrainingArguments.__dataclass_fields__:
             notes.append(f"{key}: {f'use {RENAMED[key]}' if key in RENAMED else 'it has no counterpart here'}")
         elif value is not False:
@@ -163,8 +176,9 @@ def _settings(given: Mapping[str, Any], tool: str, notes: list[str], faults: lis
     for key, target in (("evals_per_epoch", "run.eval_"), ("saves_per_epoch", "run.save_")):
         if given.get(key):
             share = 1 / (given[key] * (settings.get("task.num_train_epochs") or 3))
-            settings |= {f"{target}strategy": "steps" if share < 1 else "epoch"}
-            settings |= {f"{target}steps": round(share, 6)} if share < 1 else {}
+            settings[f"{target}strategy"] = "steps" if share < 1 else "epoch"
+            if share < 1:
+                settings[f"{target}steps"] = round(share, 6)
     return settings
 
 
@@ -179,21 +193,6 @@ def _targets(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
     if "history" in columns and not given.get("mask_history"):
         return {"task.completion_only_loss": False, "task.assistant_only_loss": True}
     return {"task.assistant_only_loss": True} if name == "sharegpt" else {}
-
-
-def _hold_out(given: Mapping[str, Any], settings: dict[str, Any], notes: list[str]) -> None:
-    """Hold rows out; without held-out rows, leave settings of evaluations out."""
-    key = "val_size" if "val_size" in given else "val_set_size"
-    size = given.get(key) or 0
-    if size and "task.eval_dataset" in settings:
-        notes.append(f"{key}: eval_dataset has the held-out rows")
-    elif size:
-        settings["task.val_size"] = int(size) if size >= 1 else size
-    if "task.val_size" in settings or "task.eval_dataset" in settings:
-        return
-    for key in [key for key in settings if key.startswith(("run.eval", "task.early_stopping", "run.load_best"))]:
-        del settings[key]
-        notes.append(f"{key.partition('.')[2]}: there are no held-out rows")
 
 
 def _rows(
@@ -246,14 +245,14 @@ def _described(name: Any, key: str, place: str, folder: Path, notes: list[str], 
     if not isinstance(known, dict):
         faults.append(Fault("dataset_dir", f"{place!r}, where it is not", f"a folder with a JSON file {_INFO}"))
         return {}
-    described = _mapping(known.get(name))
+    described = as_mapping(known.get(name))
     source, is_hub = described.get("hf_hub_url") or described.get("file_name"), "hf_hub_url" in described
     if not source:
         allowed = f"a name of {data / _INFO} with file_name or hf_hub_url"
         faults.append(Fault(key, shown(name), allowed, closest(name, known)))
     kind = "alpaca_chat" if described.get("formatting", "alpaca") == "alpaca" else "sharegpt"
-    ours, theirs = _TABLES[kind], _mapping(described.get("columns"))
-    tags = {tag: text for tag, text in _mapping(described.get("tags")).items() if text not in _TAGS.get(tag, ROLES)}
+    ours, theirs = _TABLES[kind], as_mapping(described.get("columns"))
+    tags = {tag: text for tag, text in as_mapping(described.get("tags")).items() if text not in _TAGS.get(tag, ROLES)}
     unread = [*(f"column {column}" for column in theirs if column not in ours), *tags]
     unread += [item for item in ("num_samples", "folder") if item in described]
     notes += [f"{key} {name}, {item}: it is not read; rename or map the rows" for item in unread]
@@ -278,7 +277,7 @@ def _typed(
     if kind == "completion" and is_sft:
         row_format: Any = {"text": entry.get("field") or "text"}
     elif kind in ("chat_template", "chat_template.default") and objective != "kto":
-        names = _mapping(entry.get("message_property_mappings"))
+        names = as_mapping(entry.get("message_property_mappings"))
         for name, tag in (("role", "role_tag"), ("content", "content_tag")):
             text = names.get(name) or entry.get(f"message_field_{name}") or name
             if text not in _TAGS[tag]:
@@ -288,7 +287,8 @@ def _typed(
         row_format = _row_format("sharegpt", columns)
     elif short in types and (short == kind or not is_sft):
         row_format = types[short]
-        notes += [f"{where}.type {kind}: {_REASONS['chat_template']}"] if short != kind else []
+        if short != kind:
+            notes.append(f"{where}.type {kind}: {_REASONS['chat_template']}")
     else:
         allowed = ", ".join([*types, *(["completion"] if is_sft else []), "chat_template"])
         faults.append(Fault(f"{where}.type", shown(kind), f"one of {allowed}, for {objective}", "Map the rows."))

@@ -31,10 +31,11 @@ def export(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: if the folder has no adapters, or one cannot be exported this way.
     """
-    adapters, view = adapters_of(Path(arguments.run)), view_of_folder(Path(arguments.run))
+    root = Path(arguments.run)
+    adapters, view = adapters_of(root), view_of_folder(root)
     left_out = {
         task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
-        for task in (view if keeper_of(Path(arguments.run)) else interrupted(view)).tasks
+        for task in (view if keeper_of(root) else interrupted(view)).tasks
         if task.name in adapters and task.status not in ("succeeded", "stopped_early") and not arguments.unfinished
     }
     if name := arguments.merge or arguments.task:

@@ -26,7 +26,7 @@ from peft_mux.log.lines import window_width, wrapped
 from peft_mux.log.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.task import Task
 
-_ALONE = {
+_IN_ONE_PROCESS = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), 1),
     **dict.fromkeys(("shard_backbone", "shard_optimizer", "redeploy", "push_to_hub"), False),
     **dict.fromkeys(("replicas", "upload_to"), None),
@@ -111,7 +111,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     adapters, path = _chosen(root, arguments.tasks), root / RECORD_NAME
     if not path.is_file():
         raise ConfigError(f"eval needs {path}, which peft-mux train writes. For a run of a script: trainer.evaluate().")
-    changes = {f"run.{key}": value for key, value in _ALONE.items()}
+    changes = {f"run.{key}": value for key, value in _IN_ONE_PROCESS.items()}
     if arguments.data is not None:
         given = {"eval_dataset": str(Path(arguments.data).absolute()), "eval_split": None, "val_size": None}
         changes |= {f"tasks.{name}.{key}": value for name in adapters for key, value in given.items()}

@@ -53,7 +53,16 @@ def serve(arguments: argparse.Namespace) -> int:
         ConfigError: if a setting cannot be used, or the server does not answer.
     """
     if arguments.status is not None:
-        print(json.dumps(_status(arguments.status, arguments.key), indent=2))
+        headers = {"X-API-Key": arguments.key or ""}
+        asked = urllib.request.Request(f"{arguments.status.rstrip('/')}/api/v1/status", headers=headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                status = json.load(answer)
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise ConfigError(
+                f"--status must be the address of a server that accepts the --key, got {arguments.status} ({error})."
+            ) from error
+        print(json.dumps(status, indent=2))
         return 0
     if arguments.model is None:
         raise ConfigError("serve needs a MODEL: a folder or hub id of a causal language model.")
@@ -82,15 +91,3 @@ def serve(arguments: argparse.Namespace) -> int:
         **counts,
     )
     return 0
-
-
-def _status(url: str, key: str | None) -> object:
-    """Return what a server says of itself."""
-    asked = urllib.request.Request(f"{url.rstrip('/')}/api/v1/status", headers={"X-API-Key": key or ""})
-    try:
-        with urllib.request.urlopen(asked, timeout=30) as answer:
-            return json.load(answer)
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"--status must be the address of a server that accepts the --key, got {url} ({error})."
-        ) from error

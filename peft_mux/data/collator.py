@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,18 +67,17 @@ class ChunkPackingCollator:
         cells, batches = RowCells("features"), []
         for name, rows in grouped.items():
             sequences: list[TokenSequence] = []
+            first_columns = ""
             for index, row in enumerate(rows):
                 ids = np.asarray(row["input_ids"], dtype=np.int64)
                 columns = cells.token_columns(TARGET_COLUMNS, row, index, np.ones(len(ids), dtype=bool))
                 labels = with_given_targets(np.asarray(row.get("labels", ids), dtype=np.int64), columns)
                 sequence = TokenSequence(ids, labels, index, class_label=row.get("label"), token_columns=columns)
                 sequences.append(with_virtual_tokens(sequence, self.virtual_labels.get(name, ())))
-                named, first = (
-                    ", ".join(f"{name} {['L', *values.shape[1:]]}" for name, values in compared.token_columns.items())
-                    for compared in (sequences[-1], sequences[0])
-                )
-                if named != first:
-                    got = f"columns of tokens {named or 'none'}, where the first row has {first or 'none'}"
+                described = ", ".join(f"{key} {['L', *values.shape[1:]]}" for key, values in columns.items()) or "none"
+                first_columns = first_columns or described
+                if described != first_columns:
+                    got = f"columns of tokens {described}, where the first row has {first_columns}"
                     raise DataError(
                         f"features of {name!r} row {index} must have the token columns of the first row, got {got}."
                     )
@@ -113,13 +112,10 @@ class ChunkPackingCollator:
         chosen = [None] * len(batches) if only is None else only
         lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
         stay_whole = [not all(sequence.can_be_split for sequence in batch.sequences) for batch in batches]
-        tries = [batch.trie for batch in batches]
-        rows = list(map(TaskRows, lengths, chosen, stay_whole, tries))
+        rows = list(map(TaskRows, lengths, chosen, stay_whole, [batch.trie for batch in batches]))
         passes = cut_into_passes(rows, self.rules, bound=max_tokens, num_passes=num_passes)
         # Computed from all rows even if only some are laid out, so that all processes use the same size.
         chunk_size = self.rules.size([length for rows in lengths for length in rows]) if self.pad_to_chunks else None
-        # In data order, not in stream order, so that packing does not change dropout masks.
-        places = [np.cumsum([0, *rows]) for rows in lengths]
         totals = [batch_totals(batch) for batch in batches]
         weights = []
         for batch, counts, stays_whole in zip(batches, totals, stay_whole, strict=True):
@@ -128,195 +124,188 @@ class ChunkPackingCollator:
             is_counted = batch.totals is None and not stays_whole
             terms = counts["num_target_tokens"] if is_counted else batch.num_targets
             weights.append(1.0 / terms if terms else 0.0)
+        # In data order, not in stream order, so that packing does not change dropout masks.
+        places = [np.cumsum([0, *rows]) for rows in lengths]
         micro_batches = []
         for members in passes:
-            stream = _MicroBatchBuilder()
+            pieces: list[_Piece] = []
+            row_sequences: list[int] = []
+            columns: list[Columns] = []
+            values: list[Columns] = []
+            sequence_offsets, row_offsets = [0], [0]
             # The rows of a task are contiguous, so that adapters work on slices (Dispatch, M §3.2).
             tasks = sorted({member.task for member in members})
             for task in tasks:
-                of_task = [member for member in members if member.task == task]
-                stream.add_task(batches[task], of_task, places[task], weights[task], totals[task])
+                batch, of_task = batches[task], [member for member in members if member.task == task]
+                rows_of_task = [(batch.sequences[member.index], member) for member in of_task]
+                for sequence, member in rows_of_task:
+                    of_row = _pieces(sequence, member, int(places[task][member.index]), batch.task)
+                    pieces += of_row
+                    row_sequences.append(len(of_row))
+                if len({sequence.class_label is None for sequence, _ in rows_of_task}) > 1:
+                    got = "rows with and without a class"
+                    raise DataError(f"labels must be a class for all rows of {batch.task}, or for none, got {got}.")
+                first = rows_of_task[0][0]
+                columns.append({name: _column(name, rows_of_task) for name in first.token_columns})
+                of_rows = {name: [row.row_values[name] for row, _ in rows_of_task] for name in first.row_values}
+                values.append(
+                    {name: torch.from_numpy(np.asarray(row, dtype=np.float32)) for name, row in of_rows.items()}
+                )
                 if chunk_size is not None:
-                    stream.pad_task(chunk_size, int(places[task][-1]))
-            micro_batches.append(stream.finish().sharing([tries[task] is not None for task in tasks]))
+                    padding = _padding(batch, pieces[sequence_offsets[-1] :], chunk_size, int(places[task][-1]))
+                    pieces += padding
+                    row_sequences += [1] * len(padding)
+                sequence_offsets.append(len(pieces))
+                row_offsets.append(len(row_sequences))
+            of_batch = [batches[task] for task in tasks]
+            # All rows of a task have the same prompt.
+            virtual_tokens = tuple(batch.sequences[0].num_virtual_tokens for batch in of_batch)
+            micro_batch = MuxBatch(
+                **_tensors(pieces, sequence_offsets),
+                sequence_offsets=tuple(sequence_offsets),
+                task_names=tuple(batch.task for batch in of_batch),
+                task_seeds=tuple(batch.seed for batch in of_batch),
+                task_steps=tuple(batch.step for batch in of_batch),
+                loss_weights=tuple(weights[task] for task in tasks),
+                num_padding_tokens=sum(len(piece.ids) for piece in pieces if piece.part.row < 0),
+                row_sequences=tuple(row_sequences),
+                row_offsets=tuple(row_offsets),
+                target_columns=tuple(columns),
+                row_values=tuple(values),
+                totals=tuple(totals[task] for task in tasks),
+                virtual_tokens=virtual_tokens if any(virtual_tokens) else (),
+            )
+            micro_batches.append(micro_batch.sharing([batch.trie is not None for batch in of_batch]))
         return micro_batches
 
 
-class _MicroBatchBuilder:
-    """Builds one micro-batch, task by task."""
+class _Piece(NamedTuple):
+    """A sequence of a micro-batch, or a part of one.
 
-    def __init__(self) -> None:
-        # Per sequence of the stream; `finish` derives positions, labels and places from them.
-        self.ids: list[np.ndarray] = []
-        self.labels: list[np.ndarray] = []
-        self.types: list[np.ndarray | None] = []
-        self.first_places: list[int] = []
-        self.parts: list[SequencePart] = []
-        self.class_labels: list[int | float | None] = []
-        self.next_labels: dict[int, int] = {}
-        # Per row, then per task.
-        self.row_sequences: list[int] = []
-        self.batches: list[TaskBatch] = []
-        self.weights: list[float] = []
-        self.totals: list[Mapping[str, float]] = []
-        self.columns: list[Columns] = []
-        self.values: list[Columns] = []
-        self.task_offsets, self.sequence_offsets, self.row_offsets = [0], [0], [0]
-        self.num_padding_tokens = 0
+    Attributes:
+        ids: its token ids.
+        labels: labels of its tokens, not shifted.
+        types: its token types; `None` for zeros.
+        first_place: place of its first token in the task's global batch.
+        part: the tokens of its row that it holds.
+        class_label: class or value of its row; `None` for losses of tokens.
+        next_label: the label that its last token predicts.
+    """
 
-    def add_task(
-        self, batch: TaskBatch, members: list[Member], places: np.ndarray, weight: float, totals: Mapping[str, float]
-    ) -> None:
-        """Append the chosen sequences of a task, or parts of them.
+    ids: np.ndarray
+    labels: np.ndarray
+    types: np.ndarray | None
+    first_place: int
+    part: SequencePart
+    class_label: int | float | None = None
+    next_label: int = IGNORE_INDEX
 
-        Args:
-            batch: the global batch.
-            members: which tokens of its rows to append.
-            places: the place of each row's first token in the global batch.
-            weight: weight of each loss term.
-            totals: sums over the global batch, used as divisors by losses.
-        """
-        rows = [(batch.sequences[member.index], member) for member in members]
-        for sequence, member in rows:
-            # Rows with several sequences are never split; each sequence is whole, with positions from 0.
-            bounds = sequence.sequence_bounds if sequence.starts else ((member.start, member.end),)
-            for start, end in bounds:
-                labels = sequence.labels[start:end]
-                if sequence.class_label is not None:  # the loss is not of its tokens
-                    labels = np.full_like(labels, IGNORE_INDEX)
-                if end < len(sequence) and not sequence.starts:
-                    # The target of a part's last token is the first token of the next micro-batch.
-                    self.next_labels[len(self.ids)] = int(sequence.labels[end])
-                if sequence.labels_itself:
-                    # Moved one place forward, because `finish` shifts all labels back. Such rows are never split.
-                    self.next_labels[len(self.ids)] = int(labels[-1])
-                    labels = np.concatenate(([IGNORE_INDEX], labels[:-1]))
-                self.ids.append(sequence.input_ids[start:end])
-                self.labels.append(labels)
-                types = sequence.token_type_ids
-                self.types.append(None if types is None else types[start:end])
-                self.first_places.append(int(places[member.index]) + start)
-                part = (0, end - start, end - start) if sequence.starts else (start, end, len(sequence))
-                self.parts.append(SequencePart(batch.task, member.index, *part))
-            self.row_sequences.append(len(bounds))
-            self.class_labels += [sequence.class_label] * len(bounds)
-        if len({sequence.class_label is None for sequence, _ in rows}) > 1:
-            got = "rows with and without a class"
-            raise DataError(f"labels must be a class for all rows of {batch.task}, or for none, got {got}.")
-        first = batch.sequences[members[0].index]
-        self.columns.append({name: _column(name, rows) for name in first.token_columns})
-        self.values.append(
-            {
-                name: torch.from_numpy(np.asarray([row.row_values[name] for row, _ in rows], dtype=np.float32))
-                for name in first.row_values
-            }
+
+def _pieces(sequence: TokenSequence, member: Member, first_place: int, task: str) -> list[_Piece]:
+    """Return the sequences of a row, or the part of it, that a micro-batch holds."""
+    # Rows with several sequences are never split; each sequence is whole, with positions from 0.
+    bounds = sequence.sequence_bounds if sequence.starts else ((member.start, member.end),)
+    pieces = []
+    for start, end in bounds:
+        labels, next_label = sequence.labels[start:end], IGNORE_INDEX
+        if sequence.class_label is not None:  # the loss is not of its tokens
+            labels = np.full_like(labels, IGNORE_INDEX)
+        if end < len(sequence) and not sequence.starts:
+            # The target of a part's last token is the first token of the next micro-batch.
+            next_label = int(sequence.labels[end])
+        if sequence.labels_itself:
+            # Moved one place forward, because all labels are shifted back later. Such rows are never split.
+            next_label = int(labels[-1])
+            labels = np.concatenate(([IGNORE_INDEX], labels[:-1]))
+        types = None if sequence.token_type_ids is None else sequence.token_type_ids[start:end]
+        part = (0, end - start, end - start) if sequence.starts else (start, end, len(sequence))
+        pieces.append(
+            _Piece(
+                sequence.input_ids[start:end],
+                labels,
+                types,
+                first_place + start,
+                SequencePart(task, member.index, *part),
+                sequence.class_label,
+                next_label,
+            )
         )
-        self.batches.append(batch)
-        self.weights.append(weight)
-        self.totals.append(totals)
-        self.sequence_offsets.append(len(self.ids))
-        self.row_offsets.append(len(self.row_sequences))
-        self.task_offsets.append(self.task_offsets[-1] + sum(member.num_tokens for member in members))
+    return pieces
 
-    def pad_task(self, chunk_size: int, first_place: int) -> None:
-        """Pad the last task's part to whole chunks with one sequence without targets.
 
-        It repeats the last token of the part. With a token that the task does not have, a NaN in the embedding of that
-        token would reach the gradients of the task, as 0 * NaN.
+def _padding(batch: TaskBatch, pieces: Sequence[_Piece], chunk_size: int, first_place: int) -> list[_Piece]:
+    """Return a sequence without targets that pads a task's part of a stream to whole chunks; none if it is whole.
 
-        Args:
-            chunk_size: number of tokens per chunk.
-            first_place: place of the first padding token, after all real ones, so that dropout masks do not change.
+    It repeats the last token of the part. With a token that the task does not have, a NaN in the embedding of that
+    token would reach the gradients of the task, as 0 * NaN.
 
-        Raises:
-            ConfigError: if the loss has one term per sequence, because padding has no loss term.
-        """
-        batch = self.batches[-1]
-        if batch.sequences[0].class_label is not None:
-            raise ConfigError(
-                "pad_to_chunks must be False, because padding has no label, got True for sequence classification."
-            )
-        if batch.sequences[0].is_one_term or batch.sequences[0].labels_itself:
-            raise ConfigError(
-                "pad_to_chunks must be False, because padding has no loss term, got True for a loss with one term "
-                "per sequence."
-            )
-        tokens = self.task_offsets[-1] - self.task_offsets[-2]
-        missing = round_up(tokens, chunk_size) - tokens
-        if missing == 0:
-            return
-        self.ids.append(np.full(missing, self.ids[-1][-1], dtype=np.int64))
-        self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
-        self.types.append(None)
-        self.class_labels.append(None)
-        self.first_places.append(first_place)
-        # Row -1 marks padding.
-        self.parts.append(SequencePart(batch.task, -1, 0, missing, missing))
-        self.row_sequences.append(1)
-        self.task_offsets[-1] += missing
-        self.sequence_offsets[-1] += 1
-        self.row_offsets[-1] += 1
-        self.num_padding_tokens += missing
+    Args:
+        batch: the task's global batch.
+        pieces: the task's part of the stream.
+        chunk_size: number of tokens per chunk.
+        first_place: place of the first padding token, after all real ones, so that dropout masks do not change.
 
-    def finish(self) -> MuxBatch:
-        """Return the micro-batch."""
-        lengths = np.fromiter((len(ids) for ids in self.ids), dtype=np.int64)
-        bounds = np.concatenate(([0], np.cumsum(lengths)))
-        positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
-        # Position t predicts label t + 1. The last position of a sequence predicts nothing; the last position of a part
-        # predicts the first label of the next part.
-        labels = np.concatenate((np.concatenate(self.labels)[1:], [IGNORE_INDEX]))
-        labels[bounds[1:] - 1] = IGNORE_INDEX
-        for index, label in self.next_labels.items():
-            labels[bounds[index + 1] - 1] = label
-        places = positions + np.repeat(np.asarray(self.first_places, dtype=np.int64), lengths)
-        has_parts = not all(part.is_whole for part in self.parts)
-        # Places already include the start of a part; positions do not.
-        if has_parts:
-            positions += np.repeat(np.fromiter((part.start for part in self.parts), dtype=np.int64), lengths)
-        target_rows = np.flatnonzero(labels != IGNORE_INDEX)
-        class_labels = token_types = None
-        if any(label is not None for label in self.class_labels):
-            # If any label is a float, all are regression values; some of them may be stored as integers.
-            is_value = any(isinstance(label, float) for label in self.class_labels)
-            # Sequences of tasks without classes have a 0, which nothing reads.
-            filled = [label or 0 for label in self.class_labels]
-            class_labels = torch.tensor(filled, dtype=torch.float32 if is_value else torch.int64)
-        if any(types is not None for types in self.types):
-            pairs = zip(self.ids, self.types, strict=True)
-            token_types = np.concatenate(
-                [np.zeros(len(ids), np.int64) if given is None else given for ids, given in pairs]
-            )
-        # All rows of a task have the same prompt.
-        virtual_tokens = [batch.sequences[0].num_virtual_tokens for batch in self.batches]
-        return MuxBatch(
-            input_ids=_tensor(np.concatenate(self.ids))[None],
-            position_ids=_tensor(positions)[None],
-            labels=_tensor(labels)[None],
-            target_rows=_tensor(target_rows),
-            target_offsets=tuple(np.searchsorted(target_rows, self.task_offsets).tolist()),
-            token_places=_tensor(places),
-            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-            task_offsets=tuple(self.task_offsets),
-            sequence_offsets=tuple(self.sequence_offsets),
-            sequence_lengths=tuple(lengths.tolist()),
-            task_names=tuple(batch.task for batch in self.batches),
-            task_seeds=tuple(batch.seed for batch in self.batches),
-            task_steps=tuple(batch.step for batch in self.batches),
-            loss_weights=tuple(self.weights),
-            num_padding_tokens=self.num_padding_tokens,
-            class_labels=class_labels,
-            token_type_ids=None if token_types is None else _tensor(token_types)[None],
-            sequence_target_offsets=tuple(np.searchsorted(target_rows, bounds).tolist()),
-            row_sequences=tuple(self.row_sequences),
-            row_offsets=tuple(self.row_offsets),
-            target_columns=tuple(self.columns),
-            row_values=tuple(self.values),
-            totals=tuple(self.totals),
-            # Empty if all sequences are whole; then no micro-batches are chained.
-            parts=tuple(self.parts) if has_parts else (),
-            virtual_tokens=tuple(virtual_tokens) if any(virtual_tokens) else (),
-        )
+    Raises:
+        ConfigError: if the loss has one term per sequence, because padding has no loss term.
+    """
+    first = batch.sequences[0]
+    if first.class_label is not None or first.is_one_term or first.labels_itself:
+        lacking, loss = "loss term", "a loss with one term per sequence"
+        if first.class_label is not None:
+            lacking, loss = "label", "sequence classification"
+        raise ConfigError(f"pad_to_chunks must be False, because padding has no {lacking}, got True for {loss}.")
+    tokens = sum(len(piece.ids) for piece in pieces)
+    missing = round_up(tokens, chunk_size) - tokens
+    if missing == 0:
+        return []
+    ids = np.full(missing, pieces[-1].ids[-1], dtype=np.int64)
+    labels = np.full(missing, IGNORE_INDEX, dtype=np.int64)
+    # Row -1 marks padding.
+    return [_Piece(ids, labels, None, first_place, SequencePart(batch.task, -1, 0, missing, missing))]
+
+
+def _tensors(pieces: Sequence[_Piece], sequence_offsets: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a `MuxBatch` that have a value for each token or sequence."""
+    lengths = np.fromiter((len(piece.ids) for piece in pieces), dtype=np.int64)
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    task_offsets = bounds[sequence_offsets]
+    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+    # Position t predicts label t + 1. The last position of a sequence predicts nothing; the last position of a part
+    # predicts the first label of the next part.
+    labels = np.concatenate((np.concatenate([piece.labels for piece in pieces])[1:], [IGNORE_INDEX]))
+    labels[bounds[1:] - 1] = [piece.next_label for piece in pieces]
+    places = positions + np.repeat(np.asarray([piece.first_place for piece in pieces], dtype=np.int64), lengths)
+    has_parts = not all(piece.part.is_whole for piece in pieces)
+    # Places already include the start of a part; positions do not.
+    if has_parts:
+        positions += np.repeat(np.asarray([piece.part.start for piece in pieces], dtype=np.int64), lengths)
+    target_rows = np.flatnonzero(labels != IGNORE_INDEX)
+    class_labels = token_types = None
+    if any(piece.class_label is not None for piece in pieces):
+        # If any label is a float, all are regression values; some of them may be stored as integers.
+        is_value = any(isinstance(piece.class_label, float) for piece in pieces)
+        # Sequences of tasks without classes have a 0, which nothing reads.
+        numbers = [piece.class_label or 0 for piece in pieces]
+        class_labels = torch.tensor(numbers, dtype=torch.float32 if is_value else torch.int64)
+    if any(piece.types is not None for piece in pieces):
+        types = [np.zeros(len(piece.ids), np.int64) if piece.types is None else piece.types for piece in pieces]
+        token_types = _tensor(np.concatenate(types))[None]
+    return {
+        "input_ids": _tensor(np.concatenate([piece.ids for piece in pieces]))[None],
+        "position_ids": _tensor(positions)[None],
+        "labels": _tensor(labels)[None],
+        "target_rows": _tensor(target_rows),
+        "target_offsets": tuple(np.searchsorted(target_rows, task_offsets).tolist()),
+        "token_places": _tensor(places),
+        "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
+        "task_offsets": tuple(task_offsets.tolist()),
+        "sequence_lengths": tuple(lengths.tolist()),
+        "class_labels": class_labels,
+        "token_type_ids": token_types,
+        "sequence_target_offsets": tuple(np.searchsorted(target_rows, bounds).tolist()),
+        # Empty if all sequences are whole; then no micro-batches are chained.
+        "parts": tuple(piece.part for piece in pieces) if has_parts else (),
+    }
 
 
 def _column(name: str, rows: list[tuple[TokenSequence, Member]]) -> torch.Tensor:

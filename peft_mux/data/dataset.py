@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -66,10 +67,8 @@ class TokenizedDataset:
             for number, s in enumerate(sequences)
             if s.starts or s.token_columns or s.row_values
         }
-        # All rows of a dataset have the same loss, so one flag is enough.
-        self._is_one_term = any(s.is_one_term for s in sequences)
-        self._num_virtual_tokens = max((s.num_virtual_tokens for s in sequences), default=0)
-        self._labels_itself = any(s.labels_itself for s in sequences)
+        # All rows of a dataset have the same loss and the same learnt prompt, so their other fields are equal.
+        self._first = sequences[0]
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -79,18 +78,16 @@ class TokenizedDataset:
         """Return a tokenised row."""
         part = slice(self._offsets[index], self._offsets[index + 1])
         starts, columns, values = self._extras.get(index, _NO_EXTRAS)
-        return TokenSequence(
-            self._ids[part].astype(np.int64),
-            self._labels[part].astype(np.int64),
-            int(self._rows[index]),
-            self._classes[index],
-            self._types[index],
-            is_one_term=self._is_one_term,
+        return replace(
+            self._first,
+            input_ids=self._ids[part].astype(np.int64),
+            labels=self._labels[part].astype(np.int64),
+            row=int(self._rows[index]),
+            class_label=self._classes[index],
+            token_type_ids=self._types[index],
             starts=starts,
             token_columns=columns,
             row_values=values,
-            labels_itself=self._labels_itself,
-            num_virtual_tokens=self._num_virtual_tokens,
         )
 
     def num_classes(self) -> int:

@@ -65,8 +65,22 @@ class RowCells:
             raise self.error(index, column, f"a NUL character at {value.index(chr(0))}", "text without NUL")
         return value
 
-    def integers(self, value: Any, index: int, column: str) -> np.ndarray:
+    def integers(
+        self,
+        value: Any,
+        index: int,
+        column: str,
+        length: int | None = None,
+        items: str = "entries, one for each of input_ids",
+    ) -> np.ndarray:
         """Return a cell that must be a flat list of integers as an int64 array.
+
+        Args:
+            value: the cell.
+            index: index of the row, for errors.
+            column: column of the cell, for errors.
+            length: number of integers that it must have; `None` for any number.
+            items: what the integers are, for errors.
 
         Raises:
             DataError: if it is anything else.
@@ -81,6 +95,8 @@ class RowCells:
         # Larger numbers would wrap around in int64, for example to the ignored label.
         if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
             raise self.error(index, column, str(array.max()), "64-bit integers")
+        if length is not None and len(array) != length:
+            raise self.error(index, column, str(len(array)), f"{length} {items}")
         return array.astype(np.int64)
 
     def checked_ids(self, ids: np.ndarray, index: int, column: str, *, empty_allowed: bool = False) -> np.ndarray:
@@ -110,9 +126,7 @@ class RowCells:
         ids = self.integers(row["input_ids"], index, "input_ids")
         if row.get("attention_mask") is None:
             return self.checked_ids(ids, index, "input_ids"), np.ones(len(ids), dtype=bool)
-        mask = self.integers(row["attention_mask"], index, "attention_mask") != 0
-        if len(mask) != len(ids):
-            raise self.error(index, "attention_mask", str(len(mask)), f"{len(ids)} entries, one for each of input_ids")
+        mask = self.integers(row["attention_mask"], index, "attention_mask", len(ids)) != 0
         places = np.flatnonzero(mask)
         # Removing a gap would change the positions of the tokens after it.
         if len(places) and places[-1] - places[0] + 1 != len(places):
@@ -263,8 +277,16 @@ class RowCells:
         """
         options: dict[str, Any] = {}
         if row is not None:
-            tools = self._tools(row, index)
-            options = {**(row.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
+            options = {**(row.get("chat_template_kwargs") or {})}
+            tools = row.get("tools")
+            if isinstance(tools, str) and tools:
+                with suppress(ValueError):
+                    tools = json.loads(tools)
+            if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+                allowed = "a list of JSON schemas of functions, or its JSON text"
+                raise self.error(index, "tools", f"{tools!r:.60}", allowed)
+            if tools:
+                options["tools"] = tools
         template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         if wants_mask and not _GENERATION_BLOCK.search(str(template)):
             text, turns = self._assistant_turns(messages, column, index, options)
@@ -304,15 +326,6 @@ class RowCells:
                 raise self.error(index, column, got, allowed, fix)
             turns.append((len(before), len(until)))
         return text, turns
-
-    def _tools(self, row: Mapping[str, Any], index: int) -> Any:
-        tools = row.get("tools")
-        if isinstance(tools, str) and tools:
-            with suppress(ValueError):
-                tools = json.loads(tools)
-        if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise self.error(index, "tools", f"{tools!r:.60}", "a list of JSON schemas of functions, or its JSON text")
-        return tools
 
 
 def _hint(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from os.path import isfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft_mux.data.formats import FOREIGN_FORMATS
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
@@ -295,14 +295,31 @@ def _message(turn: Row) -> dict[str, Any]:
 _FEEDBACK = {"chosen": ["prompt", "chosen", "rejected"]} | {name: ["prompt", "completion", "label"] for name in _LABELS}
 """The columns that rows of chats become if they have one of these columns."""
 _OF_CHATS = ("system", "tools", "rejected", *_FEEDBACK)
-_MAKERS: Mapping[str, tuple[Callable[[Row], dict[str, Any]], tuple[str, ...], list[str]]] = {
-    "alpaca": (_alpaca_row, ("input",), ["prompt", "completion"]),
-    "alpaca_chat": (_alpaca_chat_row, ("input", "history", *_OF_CHATS), ["prompt", "completion"]),
-    "sharegpt": (_sharegpt_row, _OF_CHATS, ["messages"]),
+
+
+class _ForeignFormat(NamedTuple):
+    """Rows of another project.
+
+    Attributes:
+        convert: returns one of our rows.
+        required: the columns that rows must have; chats may have `chosen` and `rejected` in place of `output`.
+        optional: the other columns that are read.
+        columns: the columns of our rows, if the others have no feedback.
+    """
+
+    convert: Callable[[Row], dict[str, Any]]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    columns: list[str]
+
+
+_ANSWERED, _CHAT = ["prompt", "completion"], ("input", "history", *_OF_CHATS)
+_FORMATS = {
+    "alpaca": _ForeignFormat(_alpaca_row, FOREIGN_FORMATS["alpaca"], ("input",), _ANSWERED),
+    "alpaca_chat": _ForeignFormat(_alpaca_chat_row, FOREIGN_FORMATS["alpaca"], _CHAT, _ANSWERED),
+    "sharegpt": _ForeignFormat(_sharegpt_row, FOREIGN_FORMATS["sharegpt"], _OF_CHATS, ["messages"]),
 }
-"""By format name: the function that converts a row, the optional columns, and the columns without feedback."""
-_NEEDED = {**FOREIGN_FORMATS, "alpaca_chat": FOREIGN_FORMATS["alpaca"]}
-"""The required columns of each format; chats may have `chosen` and `rejected` in place of `output`."""
+"""The formats of other projects by name."""
 
 
 def _parsed(row_format: RowFormat) -> tuple[str, dict[str, str]]:
@@ -337,19 +354,19 @@ class MappedStream:
         columns = _columns_of(rows)
         columns = None if columns is None else list(rename(dict.fromkeys(columns)))
         if name:
-            make, optional, made = _MAKERS[name]
-            self._make: Callable[[Row], dict[str, Any]] = lambda row: make(rename(row))
+            foreign = _FORMATS[name]
+            self._convert: Callable[[Row], dict[str, Any]] = lambda row: foreign.convert(rename(row))
             if columns is not None:
-                read = [column for column in optional if column in columns]
-                made = next((_FEEDBACK[column] for column in read if column in _FEEDBACK), made)
+                read = [column for column in foreign.optional if column in columns]
+                made = next((_FEEDBACK[column] for column in read if column in _FEEDBACK), foreign.columns)
                 columns = [*made, *(column for column in read if column == "tools")]
         else:
-            self._make = rename
+            self._convert = rename
         self.column_names = columns
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield all rows."""
-        return map(self._make, self._rows)
+        return map(self._convert, self._rows)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the stream if it has this method."""
@@ -366,7 +383,7 @@ class MappedRows(MappedStream):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row."""
-        return self._make(self._rows[index])
+        return self._convert(self._rows[index])
 
 
 def mapped(rows: Any, row_format: RowFormat) -> Any:
@@ -390,7 +407,7 @@ def row_format_faults(row_format: object, rows: Any, where: str, field: str) -> 
         where: dotted path of the task.
         field: name of the dataset.
     """
-    names, present = sorted(_MAKERS), _columns_of(rows)
+    names, present = sorted(_FORMATS), _columns_of(rows)
     allowed = f'{", ".join(names)}, or a dict from peft_mux columns to your columns: {{"prompt": "question"}}'
     texts = [row_format] if isinstance(row_format, str) else []
     if isinstance(row_format, Mapping):
@@ -400,12 +417,12 @@ def row_format_faults(row_format: object, rows: Any, where: str, field: str) -> 
     name, theirs = _parsed(row_format)  # type: ignore[arg-type]
     needed = list(theirs)
     if name or isinstance(row_format, str):
-        if name not in _MAKERS:
+        if name not in _FORMATS:
             return [Fault(f"{where}.row_format", shown(name), allowed, closest(name, names))]
-        optional, needed = _MAKERS[name][1], [*_NEEDED[name]]
-        if "chosen" in optional and theirs.get("chosen", "chosen") in (present or ()):
+        foreign = _FORMATS[name]
+        needed, known = [*foreign.required], (*foreign.required, *foreign.optional)
+        if "chosen" in foreign.optional and theirs.get("chosen", "chosen") in (present or ()):
             needed = [*needed[:1], "chosen", "rejected"]
-        known = (*_NEEDED[name], *optional)
         faults = [
             Fault(f"{where}.row_format.{key}", "an unknown column", f"one of {', '.join(known)}", closest(key, known))
             for key in theirs

@@ -234,14 +234,20 @@ class RowTokenizer(RowCells):
     def __init__(
         self, options: TokenizeOptions, tokenizer: Any, data_format: DataFormat, split: str = "train_dataset"
     ) -> None:
-        """Check that options, tokenizer and format fit together."""
         where = f"tasks.{options.task}.{split}"
         super().__init__(where, options.vocab_size, own_tokenizer(tokenizer), options.chat_template)
         self.options = options
         self.data_format = data_format
-        self.report = DataReport(
-            self.where, data_format, limit=options.limit, trained_on=_trained_on(options, data_format)
-        )
+        turns = "assistant turns" if options.assistant_only_loss else ALL_TURNS
+        completions = "completions" if options.completion_only_loss is not False else "prompts and completions"
+        trained_on = {
+            DataFormat.TEXT: "all tokens",
+            DataFormat.MESSAGES: turns,
+            DataFormat.PROMPT_COMPLETION: f"{turns} of {completions}" if options.assistant_only_loss else completions,
+        }.get(data_format, "labels and masks of the rows")
+        if options.row_form.read is not None:
+            trained_on = options.row_form.trained_on
+        self.report = DataReport(self.where, data_format, limit=options.limit, trained_on=trained_on)
         self.num_masked = 0
         self._first_row: dict[str, Any] = {}
         if tokenizer is None and data_format not in TOKENIZED_FORMATS:
@@ -375,7 +381,8 @@ class RowTokenizer(RowCells):
             prompt_ids, _ = self.encode_chat(prompt, "prompt", index, is_prompt=True, row=row)
             wants_mask = self.options.assistant_only_loss
             ids, assistant = self.encode_chat(prompt + completion, "completion", index, wants_mask=wants_mask, row=row)
-            masks += [assistant] if assistant is not None else []
+            if assistant is not None:
+                masks.append(assistant)
         else:
             prompt_text = self.text(row, "prompt", index)
             completion_text = self.with_eos(self.text(row, "completion", index))
@@ -390,12 +397,16 @@ class RowTokenizer(RowCells):
         """Return the sequence of a language modeling row: text, messages, prompt/completion or tokens."""
         columns: dict[str, np.ndarray] = {}
         if self.data_format is DataFormat.TOKENIZED:
-            ids, keep = self.attended_ids(row, index)
-            labels = self._labels(row, index, ids, keep)
-            columns = self._columns(row, index, keep)
-            labels = with_given_targets(labels, columns)
-            if row.get("seq_lengths") is not None:
-                return self._packed(row, index, ids, labels, columns)
+            ids, labels, columns = self._tokenized(row, index)
+            if row.get("seq_lengths") is not None:  # sequences that TRL has packed into one row
+                lengths = self.integers(row["seq_lengths"], index, "seq_lengths")
+                limit = self.options.limit
+                fits = lengths.sum() == len(ids) and 0 < lengths.min() <= lengths.max() <= limit
+                if not fits or self.options.row_form.is_one_term:
+                    allowed = f"lengths of 1 to {limit} tokens, {len(ids)} in all, and a loss of single tokens"
+                    raise self.error(index, "seq_lengths", f"{lengths.tolist()!r:.60}", allowed, "Pack the rows again.")
+                starts = tuple(np.cumsum(lengths)[:-1].tolist())
+                return TokenSequence(ids, labels, index, starts=starts, token_columns=columns)
         else:
             masks: list[np.ndarray] = []
             if self.data_format is DataFormat.TEXT:
@@ -404,7 +415,8 @@ class RowTokenizer(RowCells):
             elif self.data_format is DataFormat.MESSAGES:
                 messages, wants_mask = self.messages(row, "messages", index), self.options.assistant_only_loss
                 ids, mask = self.encode_chat(messages, "messages", index, wants_mask=wants_mask, row=row)
-                masks += [mask] if mask is not None else []
+                if mask is not None:
+                    masks.append(mask)
             else:
                 ids, masks = self.prompt_completion(row, index)
                 answer = row["completion"]
@@ -424,68 +436,39 @@ class RowTokenizer(RowCells):
         is_one_term = self.options.row_form.is_one_term
         return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
 
-    def _packed(
-        self, row: Mapping[str, Any], index: int, ids: np.ndarray, labels: np.ndarray, columns: dict[str, np.ndarray]
-    ) -> TokenSequence:
-        """Return a row that TRL has packed of sequences, whose lengths it gives in `seq_lengths`."""
-        lengths = self.integers(row["seq_lengths"], index, "seq_lengths")
-        is_fitting = lengths.sum() == len(ids) and 0 < lengths.min() <= lengths.max() <= self.options.limit
-        if not is_fitting or self.options.row_form.is_one_term:
-            allowed = f"lengths of 1 to {self.options.limit} tokens, {len(ids)} in all, and a loss of single tokens"
-            raise self.error(index, "seq_lengths", f"{lengths.tolist()!r:.60}", allowed, "Pack the rows again.")
-        starts = tuple(np.cumsum(lengths)[:-1].tolist())
-        return TokenSequence(ids, labels, index, starts=starts, token_columns=columns)
+    def _tokenized(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Return the ids of a tokenised row without padding, its labels, and its token columns by name.
 
-    def _labels(self, row: Mapping[str, Any], index: int, ids: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        """Return the labels of a tokenised row: its `labels`, or else its ids where its masks are true."""
+        Its labels are its `labels`, or else its ids where its masks are true. Every row must have the same columns.
+        """
+        ids, keep = self.attended_ids(row, index)
         if row.get("labels") is not None:
-            labels = self.integers(row["labels"], index, "labels")
-            if len(labels) != len(keep):
-                raise self.error(index, "labels", str(len(labels)), f"{len(keep)} labels, one for each of input_ids")
-            labels = labels[keep]
+            items = "labels, one for each of input_ids"
+            labels = self.integers(row["labels"], index, "labels", len(keep), items)[keep]
             self.checked_ids(labels[labels != IGNORE_INDEX], index, "labels", empty_allowed=True)
-            return labels
-        masks = []
-        for column, applies in (
-            ("completion_mask", self.options.completion_only_loss is not False),
-            ("assistant_masks", True),
-        ):
-            if applies and row.get(column) is not None:
-                mask = self.integers(row[column], index, column)
-                if len(mask) != len(keep):
-                    raise self.error(index, column, str(len(mask)), f"{len(keep)} entries, one for each of input_ids")
-                masks.append(mask[keep] != 0)
-        return _masked(ids, masks)
-
-    def _columns(self, row: Mapping[str, Any], index: int, keep: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the per-token columns of a tokenised row, by name; every row must have the same columns."""
+        else:
+            names = ["completion_mask", "assistant_masks"]
+            if self.options.completion_only_loss is False:
+                names.remove("completion_mask")
+            masks = [
+                self.integers(row[name], index, name, len(keep))[keep] != 0
+                for name in names
+                if row.get(name) is not None
+            ]
+            labels = _masked(ids, masks)
         known = self.options.row_form.token_columns
         columns = self.token_columns(known, row, index, keep)
         # Shape per token: `()` for one number.
         widths = {name: values.shape[1:] for name, values in columns.items()}
         first = self.as_in_first_row("token_columns", widths)
-        if widths != first:
-            for name in known:
-                if (name in widths) != (name in first):
-                    got = "no such column, or None" if name not in columns else "a value"
-                    raise self.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
-                if name in widths and widths[name] != first[name]:
-                    got, wanted = (*widths[name], *first[name])
-                    raise self.error(index, name, str(got), f"{wanted} numbers per token, as in the first row")
-        return columns
-
-
-def _trained_on(options: TokenizeOptions, data_format: DataFormat) -> str:
-    """Return which tokens of rows carry loss, in words; "" for rows whose loss is not one of tokens."""
-    if options.row_form.read is not None:
-        return options.row_form.trained_on
-    turns = "assistant turns" if options.assistant_only_loss else ALL_TURNS
-    completions = "completions" if options.completion_only_loss is not False else "prompts and completions"
-    return {
-        DataFormat.TEXT: "all tokens",
-        DataFormat.MESSAGES: turns,
-        DataFormat.PROMPT_COMPLETION: f"{turns} of {completions}" if options.assistant_only_loss else completions,
-    }.get(data_format, "labels and masks of the rows")
+        for name in known:
+            if (name in widths) != (name in first):
+                got = "no such column, or None" if name not in columns else "a value"
+                raise self.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
+            if name in widths and widths[name] != first[name]:
+                got, wanted = (*widths[name], *first[name])
+                raise self.error(index, name, str(got), f"{wanted} numbers per token, as in the first row")
+        return ids, with_given_targets(labels, columns), columns
 
 
 def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
@@ -519,10 +502,11 @@ def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> 
     if reader.data_format is DataFormat.TOKENIZED:
         ids, keep = reader.attended_ids(row, index)
         if row.get("token_type_ids") is not None:
-            types = reader.integers(row["token_type_ids"], index, "token_type_ids")[keep]
+            types = reader.integers(row["token_type_ids"], index, "token_type_ids", len(keep))[keep]
     else:
         texts = [reader.text(row, "text", index)]
-        texts += [reader.text(row, "text_pair", index)] if row.get("text_pair") is not None else []
+        if row.get("text_pair") is not None:
+            texts.append(reader.text(row, "text_pair", index))
         limit, tokenizer = reader.options.limit, reader.tokenizer
         # The tokenizer truncates: it shortens the longer text of a pair and keeps the special tokens at the end.
         encoded = tokenizer(*texts, truncation=True, max_length=limit)
@@ -618,9 +602,7 @@ def _classes(
     column = next((name for name in columns if row.get(name) is not None), None)
     if column is None:
         raise reader.error(index, columns[0], "no such column, or None", f"{count} classes, one for each token or word")
-    labels = reader.integers(row[column], index, column)
-    if len(labels) != count:
-        raise reader.error(index, column, str(len(labels)), f"{count} classes, one for each token or word")
+    labels = reader.integers(row[column], index, column, count, "classes, one for each token or word")
     num_labels = reader.options.num_labels
     wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (num_labels or _BEYOND_CLASSES)))
     if wrong.any():

@@ -186,18 +186,15 @@ def _items(tasks: Sequence[TaskRows], capacity: int) -> list[_Item]:
     """Group the rows of all tasks: rows that share tokens form one item, up to `capacity` tokens."""
     items = []
     for task, of_task in enumerate(tasks):
-        rows, trie = range(len(of_task.lengths)) if of_task.only is None else of_task.only, of_task.trie
+        lengths, trie = of_task.lengths, of_task.trie
+        rows = range(len(lengths)) if of_task.only is None else of_task.only
         if trie is None:
-            items += [
-                _Item((Member(task, row, 0, length),), length, length)
-                for row in rows
-                for length in (of_task.lengths[row],)
-            ]
+            items += [_Item((Member(task, row, 0, lengths[row]),), lengths[row], lengths[row]) for row in rows]
             continue
-        alone = {row: trie.num_computed([row]) for row in rows}
         for bundle in trie.items(rows, capacity):
-            members = tuple(Member(task, row, 0, of_task.lengths[row]) for row in bundle)
-            items.append(_Item(members, trie.num_computed(bundle), max(alone[row] for row in bundle)))
+            members = tuple(Member(task, row, 0, lengths[row]) for row in bundle)
+            longest = max(trie.num_computed([row]) for row in bundle)
+            items.append(_Item(members, trie.num_computed(bundle), longest))
     return items
 
 
@@ -321,7 +318,8 @@ def chained(have_more: Iterable[bool]) -> list[list[int]]:
     chains: list[list[int]] = []
     continues = False
     for number, has_more in enumerate(have_more):
-        chains += [] if continues else [[]]
+        if not continues:
+            chains.append([])
         chains[-1].append(number)
         continues = has_more
     return chains
@@ -412,7 +410,7 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
     size = rules.size([length for rows in tasks for length in rows.lengths])
     packs: list[list[_Item]] = []
     parts: list[Member] = []
-    alone: list[list[Member]] = []
+    too_long: list[list[Member]] = []
     fitting: list[list[_Item]] = [[] for _ in tasks]
     for item in items:
         member = item.members[0]
@@ -424,7 +422,7 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
             bounds = part_bounds(member.num_tokens, capacity, size)
             parts += [Member(member.task, member.index, start, end) for start, end in bounds]
         else:
-            alone.append([member])
+            too_long.append([member])
     for items in fitting:
         # Packs of about a quarter of a pass combine well across tasks.
         longest = max((item.num_tokens for item in items), default=1)
@@ -437,4 +435,4 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
     for part, group in zip(parts, passes, strict=False):
         group.append(part)
     # Sorted by task and row, so that a task's rows are in data order in every pass.
-    return [sorted(group) for group in passes] + alone
+    return [sorted(group) for group in passes] + too_long

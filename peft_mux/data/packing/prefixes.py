@@ -365,8 +365,9 @@ def build_prefix_tree(
             keys.append((min(of_run), run.start))
             branches.append((*keys[-1], run.end, of_run, None if run.parent < 0 else keys[run.parent]))
     shares = {index for rows in shared for index in rows}
-    alone = [index for index, sequence in enumerate(sequences) if index not in shares and len(sequence)]
-    branches += [(index, 0, len(sequences[index]), (index,), None) for index in alone]
+    for index, sequence in enumerate(sequences):
+        if index not in shares and len(sequence):
+            branches.append((index, 0, len(sequence), (index,), None))
     branches.sort(key=lambda branch: branch[:2])
     first_tokens = np.cumsum([0, *map(len, sequences)])
     numbers: dict[tuple[int, int], int] = {}
