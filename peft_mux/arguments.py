@@ -771,34 +771,37 @@ MultiTaskTrainingArguments.__annotations__ |= {
 
 def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     """Return a fault for each value that its field may not hold, and for fields that do not go together."""
-    faults = []
+    faults: list[Fault] = []
+
+    def refuse(name: str, allowed: str, fix: str = "", *, got: str = "") -> None:
+        faults.append(Fault(f"args.{name}", got or shown(getattr(args, name)), allowed, fix))
+
     for item in fields(args):
         if not item.init:  # it is derived from the other fields
             continue
-        value, where = getattr(args, item.name), f"args.{item.name}"
-        if item.name not in SETTABLE_FIELDS:
+        name, value = item.name, getattr(args, item.name)
+        if name not in SETTABLE_FIELDS:
             default = _default(item)
             is_unset = default in ("", "no") and (value is None or value is False)  # as HfArgumentParser writes it
             if not is_unset and not _equals(value, default):
-                reason = f"Reason: {reason_against(item.name)}."
-                faults.append(Fault(where, shown(value), f"its default {default!r}", reason))
-        elif item.name in _CHOICES:
-            faults += choice_faults(where, value, _CHOICES[item.name])
+                refuse(name, f"its default {default!r}", f"Reason: {reason_against(name)}.")
+        elif name in _CHOICES:
+            faults += choice_faults(f"args.{name}", value, _CHOICES[name])
         else:
-            rule = _RULES.get(item.name) or type_rule(FIELD_TYPES[item.name])
+            rule = _RULES.get(name) or type_rule(FIELD_TYPES[name])
             if not rule.is_valid(value):
-                faults.append(Fault(where, shown(value), rule.allowed))
+                refuse(name, rule.allowed)
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
-        faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
+        refuse("tf32", "False or None", "Reason: it needs a GPU of Ampere or later.")
     on_cpu = args.use_cpu is True or not torch.cuda.is_available()
     if args.cuda_graphs is True and on_cpu:
-        faults.append(Fault("args.cuda_graphs", "True", '"auto" or False', "Reason: a CPU has no CUDA graphs."))
+        refuse("cuda_graphs", '"auto" or False', "Reason: a CPU has no CUDA graphs.")
     if args.use_liger_kernel is True and (on_cpu or importlib.util.find_spec("liger_kernel") is None):
         why = "Reason: its kernels need a GPU." if on_cpu else "Install it: pip install liger-kernel."
-        faults.append(Fault("args.use_liger_kernel", "True", '"auto" or False', why))
+        refuse("use_liger_kernel", '"auto" or False', why)
     if args.selective_recompute is True and args.uses_checkpointing:
-        got, allowed = "True with gradient_checkpointing=True", "False if whole layers are recomputed"
-        faults.append(Fault("args.selective_recompute", got, allowed, "Leave one of the two out."))
+        got = "True with gradient_checkpointing=True"
+        refuse("selective_recompute", "False if whole layers are recomputed", "Leave one of the two out.", got=got)
     if args.bf16 is False and (launched := _precision_of_launcher()) != "no":
         reason = f"Reason: {reason_against('fp16') if launched == 'fp16' else 'adapters train in bf16 or fp32'}."
         faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))
@@ -806,12 +809,12 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name, unset in {"push_to_hub": False, "upload_to": None}.items():
         value = getattr(args, name)
         if not _equals(value, unset) and _equals(saving, "no"):
-            allowed, fix = f'{unset}, or used with save_strategy "steps" or "epoch"', "Only saved files are uploaded."
-            faults.append(Fault(f"args.{name}", f'{shown(value)} with save_strategy="no"', allowed, fix))
+            allowed = f'{unset}, or used with save_strategy "steps" or "epoch"'
+            refuse(name, allowed, "Only saved files are uploaded.", got=f'{shown(value)} with save_strategy="no"')
     if is_interval(args.eval_steps) and (_equals(evaluating, "no") or _equals(evaluating, "epoch")):
         got = f'{shown(args.eval_steps)} with eval_strategy="{evaluating}"'
-        allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on individual tasks."
-        faults.append(Fault("args.eval_steps", got, allowed, fix))
+        fix = "Or set eval_steps on individual tasks."
+        refuse("eval_steps", 'None, or a number with eval_strategy="steps"', fix, got=got)
     return faults
 
 

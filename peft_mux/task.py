@@ -552,13 +552,18 @@ def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
 
 def _field_faults(task: Task, where: str) -> list[Fault]:
     """Return a fault for each field with an invalid value, independent of the other fields."""
-    faults = [fault] if (fault := name_fault(task.name)) is not None else []
+    faults: list[Fault] = []
+
+    def refuse(name: str, allowed: str, fix: str = "", *, got: str = "") -> None:
+        faults.append(Fault(f"{where}.{name}", got or shown(getattr(task, name)), allowed, fix))
+
+    if (fault := name_fault(task.name)) is not None:
+        faults.append(fault)
     if not isinstance(task.peft_config, PeftConfig):
-        allowed = "a peft.PeftConfig such as LoraConfig(r=8)"
-        faults.append(Fault(f"{where}.peft_config", type(task.peft_config).__name__, allowed))
+        refuse("peft_config", "a peft.PeftConfig such as LoraConfig(r=8)", got=type(task.peft_config).__name__)
     if task.loraplus_lr_ratio is not None and not isinstance(task.peft_config, LoraConfig):
         got = f"{shown(task.loraplus_lr_ratio)} with {type(task.peft_config).__name__}"
-        faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None except with LoraConfig, whose B has its own rate"))
+        refuse("loraplus_lr_ratio", "None except with LoraConfig, whose B has its own rate", got=got)
     rules = {name: rule for name, rule in NUMBER_RULES.items() if getattr(task, name) is not None or name == "priority"}
     rules |= {name: type_rule(Task.__dataclass_fields__[name].type) for name in _PLAIN_FIELDS}
     faults += rule_faults({name: getattr(task, name) for name in rules}, rules, f"{where}.")
@@ -566,38 +571,41 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
         if getattr(task, name) is not None:
             faults += choice_faults(f"{where}.{name}", getattr(task, name), options)
     if not isinstance(task.shuffle, bool) and not (isinstance(task.shuffle, str) and task.shuffle == "group_by_length"):
-        faults.append(Fault(f"{where}.shuffle", shown(task.shuffle), 'True, False or "group_by_length"'))
+        refuse("shuffle", 'True, False or "group_by_length"')
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
-            faults.append(Fault(f"{where}.{name}", shown(getattr(task, name)), "a function"))
+            refuse(name, "a function")
     callbacks = task.callbacks
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(item, TrainerCallback) for item in callbacks):
-        return [*faults, Fault(f"{where}.callbacks", shown(callbacks), "a list of TrainerCallback objects")]
+        refuse("callbacks", "a list of TrainerCallback objects")
+        return faults
     for callback in callbacks:
         if heard := [event for event in EVENTS if hears(callback, event)]:
             got = f"{type(callback).__name__} with {', '.join(heard)}"
             fix = (
                 "Give it to MultiTaskTrainer(callbacks=[...]); a Task's callbacks have on_train_begin and on_train_end."
             )
-            faults.append(Fault(f"{where}.callbacks", got, "callbacks with events of one task", fix))
+            refuse("callbacks", "callbacks with events of one task", fix, got=got)
     return faults
 
 
 def _combination_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     """Return faults of settings that do not go together, given the loss: evaluations, rows, and the reference."""
-    faults = []
+    faults: list[Fault] = []
+
+    def refuse(name: str, allowed: str, fix: str = "", *, got: str = "") -> None:
+        faults.append(Fault(f"{where}.{name}", got or shown(getattr(task, name)), allowed, fix))
+
     rule = task.early_stopping
     if rule is not None and not isinstance(rule, EarlyStopping):
-        faults.append(Fault(f"{where}.early_stopping", shown(rule), "EarlyStopping(metric=..., patience=...)"))
+        refuse("early_stopping", "EarlyStopping(metric=..., patience=...)")
         rule = None
     metrics = {"early_stopping.metric": rule and rule.metric, "metric_for_best_model": task.metric_for_best_model}
     metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, str)}
     if rule is not None and len(set(map(metric_key, metrics.values()))) > 1:
-        allowed = f"{rule.metric!r}, the metric of early_stopping, or None"
-        faults.append(Fault(f"{where}.metric_for_best_model", shown(task.metric_for_best_model), allowed))
+        refuse("metric_for_best_model", f"{rule.metric!r}, the metric of early_stopping, or None")
     if task.greater_is_better is not None and task.metric_for_best_model is None:
-        allowed = "None without metric_for_best_model"
-        faults.append(Fault(f"{where}.greater_is_better", shown(task.greater_is_better), allowed))
+        refuse("greater_is_better", "None without metric_for_best_model")
     wants = {
         "early_stopping": rule is not None,
         "an EarlyStoppingCallback": isinstance(task.callbacks, (list, tuple)) and task.stops_by_callback,
@@ -609,23 +617,20 @@ def _combination_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     }
     for name in [name for name, is_wanted in wants.items() if is_wanted]:
         if task.eval_dataset is None:
-            faults.append(Fault(f"{where}.eval_dataset", "None", f"held-out rows, because {name} is set"))
+            refuse("eval_dataset", f"held-out rows, because {name} is set")
         if name != "eval_on_start" and is_real(task.eval_steps) and task.eval_steps == 0:
-            faults.append(Fault(f"{where}.eval_steps", "0", f"more than 0, because {name} is set"))
+            refuse("eval_steps", f"more than 0, because {name} is set", got="0")
     given = task.eval_generate
     if given is not None and given is not False:
-        at = f"{where}.eval_generate"
         if given is not True and not isinstance(given, GenerateOptions):
             fix = "Write GenerateOptions(**options)." if isinstance(given, dict) else ""
-            allowed = "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)"
-            faults.append(Fault(at, shown(given), allowed, fix))
+            refuse("eval_generate", "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)", fix)
         elif task.is_classification:
-            faults.append(Fault(at, shown(given), "None for sequence classification, which does not generate text"))
+            refuse("eval_generate", "None for sequence classification, which does not generate text")
         elif task.eval_dataset is None:
-            fix = "Give held-out rows with prompts."
-            faults.append(Fault(at, shown(given), "None if eval_dataset is not set", fix))
+            refuse("eval_generate", "None if eval_dataset is not set", "Give held-out rows with prompts.")
         elif isinstance(task.eval_dataset, dict):
-            faults.append(Fault(at, shown(given), "None with several data sets", "Give one as eval_dataset."))
+            refuse("eval_generate", "None with several data sets", "Give one as eval_dataset.")
     known = () if loss.objective is None or loss.args is None else loss.objective.metric_names(loss.args)
     if task.eval_dataset is not None and known and not task.has_own_metrics:
         # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
@@ -635,38 +640,33 @@ def _combination_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         fix = "Set compute_metrics so that it returns this metric."
         for name, metric in metrics.items():
             if metric_key(metric) not in known:
-                allowed = f"{' or '.join(known)} if compute_metrics is not set"
-                faults.append(Fault(f"{where}.{name}", shown(metric), allowed, fix))
-    if callable(task.compute_metrics) and loss.objective is not None and not loss.objective.has_logits:
-        allowed = "None with this objective, whose rows have no labels to compare logits with"
-        fix = f"Its evaluations report {', '.join(known)}." if known else ""
-        faults.append(Fault(f"{where}.compute_metrics", "a function", allowed, fix))
-    if callable(task.compute_metrics) and task.eval_dataset is None:
-        faults.append(Fault(f"{where}.compute_metrics", "a function", "None if eval_dataset is not set"))
+                refuse(name, f"{' or '.join(known)} if compute_metrics is not set", fix, got=shown(metric))
+    if callable(task.compute_metrics):
+        if loss.objective is not None and not loss.objective.has_logits:
+            allowed = "None with this objective, whose rows have no labels to compare logits with"
+            fix = f"Its evaluations report {', '.join(known)}." if known else ""
+            refuse("compute_metrics", allowed, fix, got="a function")
+        if task.eval_dataset is None:
+            refuse("compute_metrics", "None if eval_dataset is not set", got="a function")
     is_stream = task.train_dataset is not None and not hasattr(task.train_dataset, "__len__")
     mode, name = task.truncation_mode, loss.objective.name if loss.objective is not None else "sft"
     if task.packing is True and (is_stream or name != "sft"):
-        allowed = 'False for a stream and for objectives other than "sft"'
         fix = "Rows of a step are computed without padding anyway; read a stream into a list to pack it."
-        faults.append(Fault(f"{where}.packing", "True", allowed, fix))
+        refuse("packing", 'False for a stream and for objectives other than "sft"', fix)
     can_keep_end = name in ("sft", "dpo") and task.packing is not True
     if not isinstance(mode, str) or mode not in (("keep_start", "keep_end") if can_keep_end else ("keep_start",)):
-        allowed = '"keep_start", or "keep_end" for the objectives sft and dpo without packing'
-        faults.append(Fault(f"{where}.truncation_mode", shown(mode), allowed))
+        refuse("truncation_mode", '"keep_start", or "keep_end" for the objectives sft and dpo without packing')
     if is_stream and isinstance(task.shuffle, str):
-        allowed = "True or False for a stream, which is read in order"
-        faults.append(Fault(f"{where}.shuffle", shown(task.shuffle), allowed))
+        refuse("shuffle", "True or False for a stream, which is read in order")
     if is_stream and not task.max_steps:
-        allowed = "a number of steps, because a stream has no length"
-        faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
-    reference, at = task.reference, f"{where}.reference"
+        refuse("max_steps", "a number of steps, because a stream has no length")
+    reference = task.reference
     if reference is not None and (not isinstance(reference, str) or reference not in ("adapter", "backbone")):
-        faults.append(Fault(at, shown(reference), "'adapter' or 'backbone'"))
+        refuse("reference", "'adapter' or 'backbone'")
     elif reference == "adapter" and task.init_adapter is None:
-        fix = "Set init_adapter to a saved adapter."
-        faults.append(Fault(at, shown(reference), "'backbone' without init_adapter", fix))
+        refuse("reference", "'backbone' without init_adapter", "Set init_adapter to a saved adapter.")
     elif reference is not None and loss.args is not None and not loss.args.needs_reference:
-        faults.append(Fault(at, shown(reference), "None with a loss that has no reference"))
+        refuse("reference", "None with a loss that has no reference")
     return faults
 
 

@@ -196,65 +196,6 @@ def _resolve_paths(section: dict[str, Any], folder: Path, prefix: str = "") -> d
     return absent
 
 
-_DEVICE_NAMES = {name.lower() for name in DEVICES}
-_CLUSTER_RULES = by_name(
-    {
-        "device": Rule(lambda value: str(value).lower() in _DEVICE_NAMES, f"one of {', '.join(DEVICES)}"),
-        "nodes devices_per_node ports_per_node": Rule(lambda value: is_integer(value, 1), "an integer of 1 or more"),
-        "intra_node_gb_per_s inter_node_gb_per_s": Rule(lambda value: is_real(value) and value > 0, "a number above 0"),
-        "intra_node_latency_us inter_node_latency_us": Rule(
-            lambda value: is_real(value) and value >= 0, "a number of 0 or more"
-        ),
-    }
-)
-"""Rules of the keys of a file that describes a cluster; only the device and the counts of nodes and devices are
-required."""
-
-
-def read_cluster(path: str | Path) -> Cluster:
-    """Return the cluster that a YAML file describes; links that it does not name are those of the data sheets.
-
-    Args:
-        path: path of the file, such as::
-
-            device: H100-80GB
-            nodes: 8
-            devices_per_node: 8
-            ports_per_node: 8             # network ports; by default one of each device
-            intra_node_gb_per_s: 380      # NVLink or PCIe, in one direction
-            inter_node_gb_per_s: 25       # one port, in one direction
-            inter_node_latency_us: 15
-
-    Raises:
-        ConfigError: naming every fault, with its line if it has one.
-    """
-    path = Path(path)
-    data, lines, faults = read_mapping(path, _CLUSTER_RULES)
-    faults += _key_faults(data, _CLUSTER_RULES, "")
-    for key, rule in _CLUSTER_RULES.items():
-        value = data.get(key)
-        if value is None and key in ("device", "nodes", "devices_per_node"):
-            faults.append(Fault(key, "nothing", rule.allowed))
-        elif value is not None and not rule.is_valid(value):
-            faults.append(Fault(key, shown(value), rule.allowed, closest(value, DEVICES) if key == "device" else ""))
-    raise_faults(located(faults, path.name, lines))
-    cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
-
-    def link(name: str, default: Link) -> Link:
-        latency_us, gb_per_s = data.get(f"{name}_latency_us"), data.get(f"{name}_gb_per_s")
-        return Link(
-            default.latency_s if latency_us is None else latency_us * 1e-6,
-            default.bytes_per_s if gb_per_s is None else gb_per_s * 1e9,
-        )
-
-    return replace(
-        cluster,
-        intra_node=link("intra_node", cluster.intra_node),
-        inter_node=link("inter_node", cluster.inter_node),
-        ports_per_node=data.get("ports_per_node"),
-    )
-
-
 def read_mapping(path: Path, keys: Iterable[str], fix: str = "") -> tuple[dict[str, Any], dict[str, int], list[Fault]]:
     """Return what a YAML file holds, the line of each of its keys by dotted path, and the faults of its keys.
 
@@ -736,6 +677,67 @@ def _make_peft_config(settings: Mapping[str, Any], where: str) -> Any:
     except Exception as error:  # PEFT checks little, so its code may raise anything
         fix = f"PEFT: {' '.join(str(error).split()).rstrip('.')}."
         raise_faults([Fault(where, shown(dict(settings)), "settings that PEFT accepts", fix)])
+
+
+# -------------------------------------------------------------------------------------- a file that describes a cluster
+
+_DEVICE_NAMES = {name.lower() for name in DEVICES}
+_CLUSTER_RULES = by_name(
+    {
+        "device": Rule(lambda value: str(value).lower() in _DEVICE_NAMES, f"one of {', '.join(DEVICES)}"),
+        "nodes devices_per_node ports_per_node": Rule(lambda value: is_integer(value, 1), "an integer of 1 or more"),
+        "intra_node_gb_per_s inter_node_gb_per_s": Rule(lambda value: is_real(value) and value > 0, "a number above 0"),
+        "intra_node_latency_us inter_node_latency_us": Rule(
+            lambda value: is_real(value) and value >= 0, "a number of 0 or more"
+        ),
+    }
+)
+"""Rules of the keys of a file that describes a cluster; only the device and the counts of nodes and devices are
+required."""
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """Return the cluster that a YAML file describes; links that it does not name are those of the data sheets.
+
+    Args:
+        path: path of the file, such as::
+
+            device: H100-80GB
+            nodes: 8
+            devices_per_node: 8
+            ports_per_node: 8             # network ports; by default one of each device
+            intra_node_gb_per_s: 380      # NVLink or PCIe, in one direction
+            inter_node_gb_per_s: 25       # one port, in one direction
+            inter_node_latency_us: 15
+
+    Raises:
+        ConfigError: naming every fault, with its line if it has one.
+    """
+    path = Path(path)
+    data, lines, faults = read_mapping(path, _CLUSTER_RULES)
+    faults += _key_faults(data, _CLUSTER_RULES, "")
+    for key, rule in _CLUSTER_RULES.items():
+        value = data.get(key)
+        if value is None and key in ("device", "nodes", "devices_per_node"):
+            faults.append(Fault(key, "nothing", rule.allowed))
+        elif value is not None and not rule.is_valid(value):
+            faults.append(Fault(key, shown(value), rule.allowed, closest(value, DEVICES) if key == "device" else ""))
+    raise_faults(located(faults, path.name, lines))
+    cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
+
+    def link(name: str, default: Link) -> Link:
+        latency_us, gb_per_s = data.get(f"{name}_latency_us"), data.get(f"{name}_gb_per_s")
+        return Link(
+            default.latency_s if latency_us is None else latency_us * 1e-6,
+            default.bytes_per_s if gb_per_s is None else gb_per_s * 1e9,
+        )
+
+    return replace(
+        cluster,
+        intra_node=link("intra_node", cluster.intra_node),
+        inter_node=link("inter_node", cluster.inter_node),
+        ports_per_node=data.get("ports_per_node"),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- for editors

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -78,16 +77,18 @@ class TokenizedDataset:
         """Return a tokenised row."""
         part = slice(self._offsets[index], self._offsets[index + 1])
         starts, columns, values = self._extras.get(index, _NO_EXTRAS)
-        return replace(
-            self._first,
-            input_ids=self._ids[part].astype(np.int64),
-            labels=self._labels[part].astype(np.int64),
-            row=int(self._rows[index]),
-            class_label=self._classes[index],
-            token_type_ids=self._types[index],
+        return TokenSequence(
+            self._ids[part].astype(np.int64),
+            self._labels[part].astype(np.int64),
+            int(self._rows[index]),
+            self._classes[index],
+            self._types[index],
+            is_one_term=self._first.is_one_term,
             starts=starts,
             token_columns=columns,
             row_values=values,
+            labels_itself=self._first.labels_itself,
+            num_virtual_tokens=self._first.num_virtual_tokens,
         )
 
     def num_classes(self) -> int:
