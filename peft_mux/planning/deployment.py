@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from peft_mux.engine.tasks.active_task import ActiveTask
 from peft_mux.errors import ConfigError
@@ -16,7 +17,7 @@ from peft_mux.planning.replica_facts import LayerProfile, measured_time_model, r
 from peft_mux.planning.task_loads import typical_lengths
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, task_fused, task_sequential
-from peft_mux.scheduler.deployment.composed import ComposedDeployment, PricedDeployment, compose_deployment
+from peft_mux.scheduler.deployment.composed import ComposedDeployment, compose_deployment
 from peft_mux.scheduler.deployment.deployment_plan import (
     DEFAULT_RESTART_S,
     DEFAULT_STORAGE_GB_PER_S,
@@ -123,6 +124,24 @@ def report_deployment(
     limits = curve.max_tokens if measured and measured.max_tokens else None
     # The same replicas without balancing: L Figure 4(c).
     by_length = dispatch(plan.groups, plan.bucketing, times, policy="length")
+    unbalanced_s = by_length.makespan_s + plan.exchange_s
+    alternatives = [Baseline.of("length-based dispatch", [(plan.groups, unbalanced_s)], num_devices)]
+    if composed is not None:  # whole plans are compared, and equal replicas are among them
+        alternatives.append(Baseline.of("Task-Fused", [(composed.equal.groups, composed.equal.step_s)], num_devices))
+    else:
+        alternatives.append(fused)
+    # One search for each task: with the full time for each, the comparison would outlast the plan.
+    quick = {"budget_s": _BUDGET_S_OF_A_TASK, "time_limit_s": _BUDGET_S_OF_A_TASK}
+    ways: tuple[tuple[str, Any, dict[str, float]], ...] = (
+        ("Task-Sequential", task_sequential, {}),
+        ("LobRA-Sequential", lobra_sequential, quick),
+    )
+    for name, way, options in ways:
+        try:
+            alternatives.append(way(tasks, num_devices, times, interval=interval, exchange=exchange, **options))
+        except ValueError as error:
+            # A baseline that cannot hold the sequences is a result too: the table has it with the reason.
+            alternatives.append(Baseline(name, note=str(error)))
     return DeploymentReport(
         plan=plan,
         devices=f"{num_devices} x {facts.profile.device if cluster is None else cluster.device.name}",
@@ -142,16 +161,7 @@ def report_deployment(
             for config in curve.configurations
         ),
         by_length=by_length,
-        alternatives=_alternatives(
-            tasks,
-            plan,
-            times,
-            by_length.makespan_s + plan.exchange_s,
-            interval,
-            None if composed is None else composed.equal,
-            exchange,
-        ),
-        # If whole plans are compared, equal replicas are among them.
+        alternatives=tuple(alternatives),
         notes=notes_on(facts, plan, fused if composed is None else None, measured, exchange),
         composed=composed,
         failures=None
@@ -277,45 +287,6 @@ def _composed(
         return compose_deployment(tasks, single, curve, replicas, exchange=exchange, **options)
     except ValueError as error:
         raise ConfigError(f"plan --deployment: {error}") from error
-
-
-def _alternatives(
-    tasks: Sequence[TaskLengths],
-    plan: DeploymentPlan,
-    time_model: ReplicaTimeModel,
-    by_length_s: float,
-    interval: int,
-    equal: PricedDeployment | None,
-    exchange: GradientExchange | None,
-) -> tuple[Baseline, ...]:
-    """Return the baselines of L section 5.1 on the same devices, with the times that the deployment was chosen with.
-
-    `by_length_s` are seconds of its own replicas under length-based dispatch. With deployments that were compared by
-    whole plans, `equal` is the fastest one of equal replicas: Task-Fused then.
-    """
-    num_gpus = plan.num_gpus
-
-    def known(name: str, groups: tuple[ReplicaGroup, ...], step_s: float) -> Baseline:
-        return Baseline(name, (groups,), (step_s,), step_s * num_gpus)
-
-    baselines = [known("length-based dispatch", plan.groups, by_length_s)]
-    # One search for each task: with the full time for each, the comparison would outlast the plan.
-    quick = {"budget_s": _BUDGET_S_OF_A_TASK, "time_limit_s": _BUDGET_S_OF_A_TASK}
-    ways = {
-        "Task-Fused": (task_fused, {}),
-        "Task-Sequential": (task_sequential, {}),
-        "LobRA-Sequential": (lobra_sequential, quick),
-    }
-    for name, (way, options) in ways.items():
-        if name == "Task-Fused" and equal is not None:
-            baselines.append(known(name, equal.groups, equal.step_s))
-            continue
-        try:
-            baselines.append(way(tasks, num_gpus, time_model, interval=interval, exchange=exchange, **options))
-        except ValueError as error:
-            # A baseline that cannot hold the sequences is a result too: the table has it with the reason.
-            baselines.append(Baseline(name, note=str(error)))
-    return tuple(baselines)
 
 
 def times_from(facts: ReplicaFacts, measured: LayerProfile | None) -> str:

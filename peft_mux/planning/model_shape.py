@@ -1,20 +1,31 @@
-"""The configuration and the shape of a backbone, as the planner needs them; no weights are read."""
+"""A backbone as the planner needs it: its configuration, its shape, and what of it can be divided; no weights are read.
+
+`frozen_parts` and `cut_layers` say which bytes and layers tensor parallelism, stages and shards divide. The engine
+decides that (`parallel.tensor.cut`, `parallel.pipeline.stage`, `parallel.fsdp`).
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from peft_mux.modeling.backbone.modules import frozen_parameters
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.backbone.modules import frozen_parameters, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.costs.loads import ModelShape
+from peft_mux.parallel.families import family_of
+from peft_mux.parallel.tensor.cut import blocks_of
+from peft_mux.scheduler.costs.loads import FrozenParts, ModelShape
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """What configurations call the number of experts that a token goes to."""
+
+CutLayers = Mapping[str, bool]
+"""Layers that tensor parallelism cuts, by the end of their names: whether by their inputs, else by their outputs."""
 
 
 def plain_backbone(model: Any) -> Any:
@@ -116,3 +127,77 @@ def _first(config: Any, *names: str, default: int) -> int:
         if isinstance(value, int):
             return value
     return default
+
+
+def _blocks(backbone: Any) -> tuple[Any, ...]:
+    """Return the blocks that tensor parallelism cuts; none if the backbone cannot be cut."""
+    try:
+        return blocks_of(backbone, 1)
+    except UnsupportedModelError:
+        return ()
+
+
+def cut_layers(backbone: Any) -> CutLayers:
+    """Return which layers are divided among the devices of a stage; none if the backbone cannot be cut."""
+    cuts_rows: dict[str, bool] = {}
+    for block in _blocks(backbone):
+        cuts_rows |= {block.inner(leaf): False for leaf in block.columns}
+        cuts_rows[block.inner(block.row)] = True
+    head = backbone.get_output_embeddings() if cuts_rows else None
+    return cuts_rows | {name: False for name, module in backbone.named_modules() if module is head}
+
+
+def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenParts | None:
+    """Return where the bytes of a backbone are; `None` if its list of layers is not found.
+
+    Args:
+        backbone: the transformers model, possibly without weights, possibly with adapters, which do not count.
+        num_layers: number of decoder layers of the backbone.
+        dtype: the dtype in which its weights are (or will be) held, except quantised ones.
+    """
+    text = set(language_model(backbone).modules())
+    lists = (
+        (name, block) for name, block in backbone.named_modules() if isinstance(block, nn.ModuleList) and block in text
+    )
+    prefix = next((f"{name}." for name, layers in lists if len(layers) == num_layers), None)
+    if prefix is None:
+        return None
+    cut_names = set()
+    for block in _blocks(backbone):
+        kinds = ("",) if block.has_experts else (".weight", ".bias")
+        cut_names |= {block.inner(leaf) + kind for leaf in block.columns for kind in kinds}
+        # A row-parallel layer keeps its bias whole: outputs are summed, and only one rank adds it.
+        cut_names |= {block.inner(block.row) + kinds[0], *(block.inner(name) for name in block.vectors)}
+    embeddings = [backbone.get_input_embeddings()]
+    try:
+        modules = dict(backbone.get_submodule(backbone.base_model_prefix).named_modules())
+        embeddings += [modules.get(name) for name in family_of(backbone).embeddings]
+    except UnsupportedModelError:
+        pass
+    before = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
+    head = backbone.get_output_embeddings()
+    head_weight = None if head is None else getattr(head, "base_layer", head).weight
+    quantized = {id(layer.weight): weight_bytes(layer, bits) for _, layer, bits in quantized_layers(backbone)}
+    sizes = {"before": 0, "layers": 0, "cut": 0, "after": 0, "head": 0}
+    for adapted_name, parameter in frozen_parameters(backbone):
+        name = adapted_name.replace(".original_module.", ".")
+        num_bytes = quantized.get(id(parameter), parameter.numel() * dtype.itemsize)
+        if name.startswith(prefix):
+            sizes["layers"] += num_bytes
+            sizes["cut"] += num_bytes if name.removeprefix(prefix).partition(".")[2] in cut_names else 0
+        elif id(parameter) in before:
+            sizes["before"] += num_bytes
+        else:
+            sizes["head" if parameter is head_weight else "after"] += num_bytes
+    is_tied = head_weight is not None and id(head_weight) in before
+    if is_tied and head_weight is not None:
+        # Counted with the embedding already; the last stage of a pipeline needs its own copy.
+        sizes["head"] = head_weight.numel() * dtype.itemsize
+    return FrozenParts(
+        before_bytes=sizes["before"],
+        layer_bytes=sizes["layers"] // num_layers,
+        cut_bytes=sizes["cut"] // num_layers,
+        after_bytes=sizes["after"],
+        head_bytes=sizes["head"],
+        is_tied=is_tied,
+    )

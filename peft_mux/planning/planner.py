@@ -26,7 +26,7 @@ from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.parallel.cuda_graphs import reason_against
 from peft_mux.parallel.tensor.cut import blocks_of
 from peft_mux.planning.learning import PassPrices, TimeCorrection, repriced_s
-from peft_mux.planning.model_shape import model_shape
+from peft_mux.planning.model_shape import cut_layers, frozen_parts, model_shape
 from peft_mux.planning.profiling.activation_bytes import count_activation_bytes_per_token
 from peft_mux.planning.targets import (
     Target,
@@ -34,32 +34,24 @@ from peft_mux.planning.targets import (
     has_fused_layers,
     interleaved_passes,
     other_target,
-    own_target,
     run_profile,
+    run_target,
     target_notes,
 )
-from peft_mux.planning.task_loads import (
-    SAMPLE_ROWS,
-    ParameterShapes,
-    cut_layers,
-    frozen_parts,
-    part_of,
-    task_load,
-    whole_shapes,
-)
+from peft_mux.planning.task_loads import SAMPLE_ROWS, part_of, task_load, whole_shapes
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import Parts, Profile, corrected, with_recomputed_inputs
 from peft_mux.scheduler.names import Schedule
+from peft_mux.scheduler.pipeline.template import chunks_per_device
 from peft_mux.scheduler.plan import Plan, TaskShare
 from peft_mux.scheduler.planner.planned_passes import TurnTimes, planned_passes
 from peft_mux.scheduler.planner.planner import Budget, DoesNotFitError, Outcome, least_pass_tokens, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.units import bytes_text
 
-_CHUNKS_OF_INTERLEAVED = 2
 _LEAST_STEPS = 4
 """Steps between two logs below which a pipeline counts as drained: a window of two has half of the flushes left."""
 _NUM_FIXES = 3
@@ -173,21 +165,21 @@ class Planner:
             UnsupportedModelError: if other devices cannot share the backbone's layers.
         """
         args, loads = self.args, [self.load_of(run) for run in runs]
-        given = self._inputs(self._target(devices, num_stages, devices_per_stage), loads, schedule)
-        target = given.target
+        inputs = self._inputs(self._target(devices, num_stages, devices_per_stage), loads, schedule)
+        target = inputs.target
         if target.is_own:
-            self._last_inputs = given
-        budget = replace(given.budget, drains=is_drained(args, target, runs, given.loads))
+            self._last_inputs = inputs
+        budget = replace(inputs.budget, drains=is_drained(args, target, runs, inputs.loads))
         try:
-            outcome = plan_tasks(given.loads, given.cost, given.memory, budget, policy=args.planner, running=running)
+            outcome = plan_tasks(inputs.loads, inputs.cost, inputs.memory, budget, policy=args.planner, running=running)
         except DoesNotFitError as error:
-            load = next(load for load in given.loads if load.name == error.task)
+            load = next(load for load in inputs.loads if load.name == error.task)
             weight_bytes = 1 if quantization_method(self.source.config) is not None else self.source.dtype.itemsize
-            fixes = _cheapest_fixes(error, load, given.memory, args, weight_bytes)
+            fixes = _cheapest_fixes(error, load, inputs.memory, args, weight_bytes)
             raise ConfigError(f"plan: {error} {fixes}") from error
         except ValueError as error:
             raise ConfigError(f"plan: {error} {_STAGE_FIXES}") from error
-        layers_per_stage = given.cost.layers_per_stage
+        layers_per_stage = inputs.cost.layers_per_stage
         # Tasks that wait for memory have no share of a step.
         in_plan = {name for htask in outcome.htasks for name in htask.tasks}
         shares = tuple(
@@ -203,7 +195,7 @@ class Planner:
             if run.name in in_plan
         )
         passes = tuple(
-            planned_passes(outcome.htasks, rows, budget.rules, outcome.max_tokens) for rows in given.replicas if runs
+            planned_passes(outcome.htasks, rows, budget.rules, outcome.max_tokens) for rows in inputs.replicas if runs
         )
         return Plan(
             htasks=outcome.htasks,
@@ -211,7 +203,7 @@ class Planner:
             max_tokens_per_micro_batch=outcome.max_tokens,
             chunk_size=self.collator.rules.size([length for run in runs for length in run.loader.sample_lengths]),
             pad_to_chunks=args.pad_to_chunks,
-            memory=outcome.memory or given.memory.estimate((), 0),
+            memory=outcome.memory or inputs.memory.estimate((), 0),
             device=target.device,
             policy=args.planner,
             buckets=outcome.buckets,
@@ -254,8 +246,8 @@ class Planner:
             if load.trie is None and load in known:
                 step_s[run.name] = known[load]
                 continue
-            given = self._inputs(target, [load], schedule)
-            outcome = plan_tasks(given.loads, given.cost, given.memory, given.budget, policy="sequential")
+            inputs = self._inputs(target, [load], schedule)
+            outcome = plan_tasks(inputs.loads, inputs.cost, inputs.memory, inputs.budget, policy="sequential")
             step_s[run.name] = outcome.step_s
             if load.trie is None:
                 known[load] = outcome.step_s
@@ -277,19 +269,19 @@ class Planner:
             other = self.plan(runs, **options)
         finally:
             self.correction.factors = before
-        assert self._last_inputs is not None, "a plan of the own devices was made"
-        _, target, _, loads, cost, _, budget = self._last_inputs
+        inputs = self._last_inputs
+        assert inputs is not None, "a plan of the run's own devices was made"
         if not plan.htasks or {share.name for share in plan.shares} != {share.name for share in other.shares}:
             return 0.0
         before_s, after_s = (
             repriced_s(
                 priced,
-                {load.name: load for load in loads},
-                cost,
-                budget.rules,
-                links=target.stage_links,
-                drains=is_drained(self.args, target, runs, loads),
-                recomputes=budget.recomputes,
+                {load.name: load for load in inputs.loads},
+                inputs.cost,
+                inputs.budget.rules,
+                links=inputs.target.stage_links,
+                drains=is_drained(self.args, inputs.target, runs, inputs.loads),
+                recomputes=inputs.budget.recomputes,
             )
             for priced in (plan, other)
         )
@@ -312,15 +304,13 @@ class Planner:
             stage: stage of the pipeline that this process holds.
             width: the most passes that took turns.
         """
-        if self._last_inputs is None:
+        inputs = self._last_inputs
+        if inputs is None or (inputs.given.profile.source != "measured" and self.args.measured_times != "plan"):
             return None
-        if self._last_inputs.given.profile.source != "measured" and self.args.measured_times != "plan":
-            return None
-        given, _, _, loads, cost, *_ = self._last_inputs
-        layers = cost.layers_per_stage
+        given, layers = inputs.given, inputs.cost.layers_per_stage
         prices = PassPrices(
             replace(self._cost_model(given), layers_per_stage=layers),
-            {load.name: load for load in loads},
+            {load.name: load for load in inputs.loads},
             min(stage, given.num_stages - 1),
         )
         turns_never_run = given.num_stages == 1 and width == 1
@@ -339,21 +329,18 @@ class Planner:
             in_chains: whether rows that are split count as the whole chains of passes that they run in.
         """
         splits = in_chains and self.args.split_long_sequences
+        # Of a model that is cut, the shapes from before the cut. A task that was removed and registered again under its
+        # name may have other shapes: then those of the model count.
+        shapes, known = whole_shapes(self.model, run.name), self._known.get(run.name, {})
+        is_part = len(shapes) < len(known) and all(known.get(key) == shape for key, shape in shapes.items())
         return task_load(
             run,
-            self.shapes_of(run.name),
+            known if is_part else shapes,
             self.shape.num_layers,
             cut=self.cut_layers,
             chain_tokens=self.args.pass_tokens() if splits else None,
             routed_share=self.shape.routed_share,
         )
-
-    def shapes_of(self, name: str) -> ParameterShapes:
-        """Return the shapes of a task's whole parameters; if the model is cut, the shapes before the cut."""
-        here, known = whole_shapes(self.model, name), self._known.get(name, {})
-        # A task that was removed and registered again under its name may have other shapes: those of the model count.
-        is_part = len(here) < len(known) and all(known.get(key) == shape for key, shape in here.items())
-        return known if is_part else here
 
     def counted_bytes(self, loads: Sequence[TaskLoad], device_type: str, *, is_fused: bool = False) -> float | None:
         """Return what a pass keeps for each token, counted once on the meta device; `None` for the analytic number.
@@ -394,7 +381,7 @@ class Planner:
             return other_target(args, self.shape, devices, num_stages=stages, devices_per_stage=sharers)
         if self._profile is None:
             self._profile = run_profile(args, self.shape, sharers)
-        return own_target(
+        return run_target(
             args,
             *self._profile,
             num_stages=num_stages or 1,
@@ -407,7 +394,7 @@ class Planner:
         args = self.args
         target = given.corrected(self.correction.factors) if given.is_own else given
         chosen: Any = schedule or args.pipeline_schedule
-        num_chunks = _CHUNKS_OF_INTERLEAVED if chosen == "interleaved_1f1b" and target.num_stages > 1 else 1
+        num_chunks = chunks_per_device(chosen, target.num_stages)
         most_stages = self.shape.num_layers // num_chunks
         if not 1 <= target.num_stages <= most_stages:
             field = "pipeline_parallel_size" if target.is_own else "devices"

@@ -68,7 +68,7 @@ def run_profile(
         return profile, notes
     if args.device.type != "cuda":
         return analytic_profile(DEVICES["cpu"], shape, devices_per_stage), ()
-    known, notes = _own_gpu(args), ()
+    known, notes = _gpu_data_sheet(args), ()
     if known is None:
         known, name = DEVICES[_STAND_IN], torch.cuda.get_device_name(args.device)
         notes = (f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}",)
@@ -106,7 +106,7 @@ def _facts_note(execution: Execution) -> str:
     )
 
 
-def _own_gpu(args: MultiTaskTrainingArguments) -> Device | None:
+def _gpu_data_sheet(args: MultiTaskTrainingArguments) -> Device | None:
     """Return the data sheet of the run's GPU; by its memory too, as several devices of one name differ only in it."""
     total_bytes = torch.cuda.get_device_properties(args.device).total_memory
     return known_device(torch.cuda.get_device_name(args.device), total_bytes)
@@ -116,14 +116,14 @@ def _profile_notes(profile: Profile, args: MultiTaskTrainingArguments, shape: Mo
     """Return remarks on a stored profile that was made for something else than this run."""
     notes = []
     # The bytes of the weights depend on how they are held, not on what is computed.
-    own_shapes = shape_signature(shape).rpartition("-W")[0]
+    run_shapes = shape_signature(shape).rpartition("-W")[0]
     model = profile.model.rpartition("-W")[0] or profile.model
-    if model != own_shapes and not model.endswith(f"-{own_shapes}"):
-        notes.append(f"cost_profile is of another backbone ({profile.model}; this one is {own_shapes}). {_MEASURE}")
-    own_name = device_name(args.device)
-    known = _own_gpu(args) if args.device.type == "cuda" else None
-    if profile.device not in {own_name, args.device.type, None if known is None else known.name}:
-        notes.append(f"cost_profile is of another device ({profile.device}; this one is {own_name}). {_MEASURE}")
+    if model != run_shapes and not model.endswith(f"-{run_shapes}"):
+        notes.append(f"cost_profile is of another backbone ({profile.model}; this one is {run_shapes}). {_MEASURE}")
+    name = device_name(args.device)
+    known = _gpu_data_sheet(args) if args.device.type == "cuda" else None
+    if profile.device not in {name, args.device.type, None if known is None else known.name}:
+        notes.append(f"cost_profile is of another device ({profile.device}; this one is {name}). {_MEASURE}")
     if profile.source != "measured":
         return tuple(notes)
     if getattr(torch, profile.dtype, torch.float32).itemsize != shape.activation_bytes:
@@ -191,7 +191,7 @@ class Target:
         return replace(self, profile=corrected(self.profile, factors), tensor_link=tensor_link, stage_links=stage_links)
 
 
-def own_target(
+def run_target(
     args: MultiTaskTrainingArguments,
     profile: Profile,
     notes: tuple[str, ...],
@@ -269,10 +269,10 @@ def other_target(
     name, unit = cluster.device.name, devices_per_stage * (num_stages or 1)
     if cluster.num_devices % unit:
         sizes = {"tensor_parallel_size": devices_per_stage, "pipeline_parallel_size": num_stages or 1}
-        said = " and ".join(f"{size_name}={size}" for size_name, size in sizes.items() if size > 1)
+        divided = " and ".join(f"{size_name}={size}" for size_name, size in sizes.items() if size > 1)
         raise ConfigError(
             f"plan: the number of devices must be a multiple of {unit}, got {cluster.num_devices} x {name} with "
-            f"{said}. Plan for {unit * -(-cluster.num_devices // unit)}x{name}, or set other sizes."
+            f"{divided}. Plan for {unit * -(-cluster.num_devices // unit)}x{name}, or set other sizes."
         )
     num_replicas = cluster.num_devices // unit
     # With sharded weights replicas divide the backbone, unless stages are asked for too.
@@ -350,7 +350,7 @@ def target_notes(
         "" if link is None else f"at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
     )
 
-    def times_words(what: str) -> str:
+    def charged(what: str) -> str:
         return f"nothing for {what}, as no link is known" if link is None else f"{what} in full, {figures}"
 
     if target.num_replicas > 1:
@@ -369,14 +369,14 @@ def target_notes(
             hidden = f", minus the part that turns hide{'' if is_measured else ', by a data sheet'}"
         notes.append(
             f"{target.devices_per_stage} devices share every layer (tensor parallelism): memory is that of one of them,"
-            f" and times include {times_words('every all-reduce over them')}{hidden}"
+            f" and times include {charged('every all-reduce over them')}{hidden}"
         )
     if target.backbone_shards > 1:
         over_stages = f", over {target.num_stages} stages" if target.num_stages > 1 else ""
         notes.append(
             f"the frozen weights ({bytes_text(shape.backbone_bytes)}{over_stages}) are divided among"
             f" {target.backbone_shards} replicas: memory is that of one of them with the gathered layer,"
-            f" and times include {times_words('every all-gather')}"
+            f" and times include {charged('every all-gather')}"
         )
     if max(layers_per_stage) - min(layers_per_stage) > 1:
         notes.append(

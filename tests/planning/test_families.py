@@ -12,9 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
-from peft_mux.planning.model_shape import model_shape
+from peft_mux.planning.model_shape import cut_layers, frozen_parts, model_shape
 from peft_mux.planning.replica_facts import supported_configs
-from peft_mux.planning.task_loads import cut_layers, frozen_parts
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from tests.engine import lab
 from tests.modeling.backbones import backbone_of

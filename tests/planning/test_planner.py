@@ -18,9 +18,10 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel
 from peft_mux.parallel.tensor.parallel import TensorParallelModel
+from peft_mux.planning.model_shape import cut_layers, frozen_parts
 from peft_mux.planning.planner import Planner, is_drained
 from peft_mux.planning.targets import Target
-from peft_mux.planning.task_loads import cut_layers, frozen_parts, typical_lengths
+from peft_mux.planning.task_loads import typical_lengths
 from peft_mux.scheduler.plan import Plan
 from peft_mux.trainer.inputs import make_collator
 from tests.engine import lab

@@ -35,6 +35,12 @@ class Baseline:
     gpu_seconds: float = 0.0
     note: str = ""
 
+    @classmethod
+    def of(cls, name: str, timed: Sequence[tuple[tuple[ReplicaGroup, ...], float]], num_gpus: int) -> Baseline:
+        """Return deployments that take turns on the same GPUs, given the replicas and the seconds of a step of each."""
+        step_s = tuple(seconds for _, seconds in timed)
+        return cls(name, tuple(groups for groups, _ in timed), step_s, sum(step_s) * num_gpus)
+
 
 def task_fused(
     tasks: Sequence[TaskLengths],
@@ -57,7 +63,7 @@ def task_fused(
         ValueError: for lengths that no configuration supports.
     """
     best = _best_equal(*joint_sample(tasks), num_gpus, time_model, interval, exchange)
-    return _one_after_another("Task-Fused", [best], num_gpus)
+    return Baseline.of("Task-Fused", [best], num_gpus)
 
 
 def task_sequential(
@@ -76,7 +82,7 @@ def task_sequential(
         _best_equal(task.lengths, task.batch_size, num_gpus, time_model, interval, exchange and exchange.of(task.name))
         for task in tasks
     ]
-    return _one_after_another("Task-Sequential", best, num_gpus)
+    return Baseline.of("Task-Sequential", best, num_gpus)
 
 
 def lobra_sequential(
@@ -102,7 +108,7 @@ def lobra_sequential(
         )
         for task in tasks
     ]
-    return _one_after_another("LobRA-Sequential", [(plan.groups, plan.expected_step_s) for plan in plans], num_gpus)
+    return Baseline.of("LobRA-Sequential", [(plan.groups, plan.expected_step_s) for plan in plans], num_gpus)
 
 
 def _best_equal(
@@ -125,9 +131,3 @@ def _best_equal(
             timed.append((groups, dispatch(groups, bucketing, time_model, policy="uniform").makespan_s + exchange_s))
     # Of equally fast ones the first, on fewer GPUs a replica, is taken.
     return min(timed, key=lambda pair: pair[1])
-
-
-def _one_after_another(name: str, best: Sequence[tuple[tuple[ReplicaGroup, ...], float]], num_gpus: int) -> Baseline:
-    """Return the baseline whose deployments take turns on the same GPUs, each with the seconds of its step."""
-    step_s = tuple(seconds for _, seconds in best)
-    return Baseline(name, tuple(groups for groups, _ in best), step_s, sum(step_s) * num_gpus)

@@ -115,7 +115,7 @@ class DeploymentReport:
             lines += aligned(rows, (0, 4), "  ")
             lines.append("")
         step_s = plan.expected_step_s if composed is None else composed.chosen.step_s
-        chosen = Baseline("LobRA (chosen)", (plan.groups,), (step_s,), step_s * plan.num_gpus)
+        chosen = Baseline.of("LobRA (chosen)", [(plan.groups, step_s)], plan.num_gpus)
         ways = [chosen, *self.alternatives]
         rows = [["way", "step s", "GPU s", "to LobRA", "replicas"]]
         for way in ways:

@@ -15,6 +15,7 @@ from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.template import chunks_per_device
 from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
@@ -140,7 +141,7 @@ class ReplicaPlanner:
             self.max_tokens,
             limit_bytes,
             schedule=self.schedule,
-            num_chunks=2 if self.schedule == "interleaved_1f1b" and config.pp > 1 else 1,
+            num_chunks=chunks_per_device(self.schedule, config.pp),
             links=links,
         )
         try:
