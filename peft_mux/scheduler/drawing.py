@@ -346,8 +346,8 @@ def gantt_text(simulation: Simulation, width: int = 100) -> str:
             letter = letter if span.action.kind == "F" else letter.lower()
             first = min(int(span.start_s / slot_s), num_slots - 1)
             for slot in range(first, min(math.ceil(span.end_s / slot_s), num_slots)):
-                own_s = min(span.end_s, (slot + 1) * slot_s) - max(span.start_s, slot * slot_s)
-                busy_s[slot][letter] += own_s  # type: ignore[assignment]
+                in_slot_s = min(span.end_s, (slot + 1) * slot_s) - max(span.start_s, slot * slot_s)
+                busy_s[slot][letter] += in_slot_s  # type: ignore[assignment]
         # What is idle counts as one more letter, the last one among equals.
         row = "".join(
             max({**taken_s, ".": slot_s - taken_s.total()}.items(), key=lambda part: part[1])[0] for taken_s in busy_s

@@ -450,11 +450,11 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
     # From the task that ends last back to the step in which all run.
     tasks = sorted(zip(num_steps, alone_s, strict=True), reverse=True)
     ends = [*(steps for steps, _ in tasks[1:]), 0]
-    for others, ((steps, own_s), end) in enumerate(zip(tasks, ends, strict=True)):
-        running_s, longest_s = running_s + own_s, max(longest_s, own_s)
+    for others, ((steps, task_s), end) in enumerate(zip(tasks, ends, strict=True)):
+        running_s, longest_s = running_s + task_s, max(longest_s, task_s)
         # A step is never faster than its longest task by itself.
         together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
-    return PredictedTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
+    return PredictedTimes(sum(steps * task_s for steps, task_s in tasks), together_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,10 @@ def seconds_text(seconds: float, digits: int = 3) -> str:
     return f"{float(f'{seconds / unit_s:.{digits}g}'):g} {name}"
 
 
+RELATIVE_ROUNDING = 1e-9
+"""Relative difference of two times that is rounding; a search that followed smaller gains might never end."""
+
+
 class Band(NamedTuple):
     """The multiples of a predicted value between which the real one is expected.
 

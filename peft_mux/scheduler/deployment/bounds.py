@@ -92,12 +92,12 @@ def _dual_block(problem: DispatchProblem, counts: np.ndarray, rounding: bool) ->
     replicas = np.maximum(counts, 1)[:, :, None]
     finite_s = np.where(problem.fits, problem.sequence_s, 0.0)[None]
     # What each group has to do in any case: the buckets that fit no other group.
-    alone = able & (able.sum(axis=1, keepdims=True) == 1) & rounding
-    fixed_s = np.where(alone, -(-problem.num_sequences // replicas) * finite_s, 0.0).sum(axis=2)
-    fixed_s += np.where(alone.any(axis=2), problem.constant_s[None, :], 0.0)
+    only_fit = able & (able.sum(axis=1, keepdims=True) == 1) & rounding
+    fixed_s = np.where(only_fit, -(-problem.num_sequences // replicas) * finite_s, 0.0).sum(axis=2)
+    fixed_s += np.where(only_fit.any(axis=2), problem.constant_s[None, :], 0.0)
     # Seconds of all of a bucket on each group, for buckets that fit two or more; inf if a bucket does not fit.
     shared_s = np.where(able, problem.num_sequences / replicas * finite_s, np.inf)
-    settled = alone.any(axis=1) | (problem.num_sequences == 0)[None, :]
+    settled = only_fit.any(axis=1) | (problem.num_sequences == 0)[None, :]
     shared_s = np.where(settled[:, None, :], 0.0, shared_s)
     weights = counts * problem.num_gpus / (counts @ problem.num_gpus)[:, None]
     best_s = fixed_s.max(axis=1)

@@ -179,6 +179,7 @@ class DeploymentPricer:
     Attributes:
         planner: as given.
         bucketing: as given.
+        slowness: seconds of a plan over those of the curve, by configuration, of those that were planned.
     """
 
     def __init__(
@@ -193,22 +194,17 @@ class DeploymentPricer:
         self._mix = RowMix(tasks)
         # Replicas pack their rows; by the curve alone, passes hold sequences of all lengths.
         self._curve = replace(curve, packs=True, slowness={})
-        self._slowness: dict[ParallelConfig, float] = {}
+        self.slowness: dict[ParallelConfig, float] = {}
         self._planned_s: dict[tuple[ParallelConfig, tuple[int, ...]], float] = {}
 
     @property
     def model(self) -> ReplicaTimeModel:
         """The curve, each configuration as much slower or faster as its last plans were."""
-        typical = statistics.median(self._slowness.values()) if self._slowness else 1.0
+        typical = statistics.median(self.slowness.values()) if self.slowness else 1.0
         return replace(
             self._curve,
-            slowness={config: self._slowness.get(config, typical) for config in self._curve.configurations},
+            slowness={config: self.slowness.get(config, typical) for config in self._curve.configurations},
         )
-
-    @property
-    def num_unplanned(self) -> int:
-        """Configurations without a plan."""
-        return len(self._curve.configurations) - len(self._slowness)
 
     @property
     def fit_error(self) -> float:
@@ -252,7 +248,7 @@ class DeploymentPricer:
                 slowest = max(replicas, key=lambda replica: replica.step_s)
                 slowness = slowest.step_s / self._predicted_s(self._curve, config, slowest.counts)
                 changes.append(abs(slowness / before[config] - 1))
-                self._slowness[config] = slowness
+                self.slowness[config] = slowness
         return max(changes)
 
     def _priced(self, groups: tuple[ReplicaGroup, ...], spread: Dispatch) -> PricedDeployment:
@@ -272,8 +268,8 @@ class DeploymentPricer:
                     self._planned_s[group.config, counts] = step_s
                     outcome = self.planner.plan(*replica)
                     if self._exchange is not None:
-                        own_s = self.planner.ready_s(*replica)
-                        ready_s = {name: max(seconds, own_s[name]) for name, seconds in ready_s.items()}
+                        ready_here_s = self.planner.ready_s(*replica)
+                        ready_s = {name: max(seconds, ready_here_s[name]) for name, seconds in ready_s.items()}
                 htasks, buckets = ((), ()) if outcome is None else (outcome.htasks, outcome.buckets)
                 replicas.append(
                     PlannedReplica(
@@ -393,7 +389,7 @@ def compose_deployment(
         fit_error=pricer.fit_error,
         num_priced=len(priced),
         num_plans=planner.num_plans,
-        num_unplanned=pricer.num_unplanned,
+        num_unplanned=len(curve.configurations) - len(pricer.slowness),
         planning_s=time.perf_counter() - start,
     )
 

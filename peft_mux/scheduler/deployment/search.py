@@ -5,7 +5,7 @@
     search.py   `filter_plans` drops combinations by Theorem 1 (second heuristic), and by an exact cut
     solve.py    an integer programme for each combination left
 
-Each step's sequences are then spread by `dispatch`. The plan that comes out is in `plan.py`.
+Each step's sequences are then spread by `dispatch`. The plan that comes out is in `deployment_plan.py`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from peft_mux.scheduler.dispatching.bucketing import (
     bucket_boundaries,
 )
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispatch
-from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, build_problem
+from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
+from peft_mux.scheduler.units import RELATIVE_ROUNDING
 
 DEFAULT_THRESHOLD = 0.15
 """How far above the least lower bound a deployment's own may be (L Appendix A)."""
@@ -246,7 +247,7 @@ def filter_plans(
     num_gpus: int,
     threshold: float | None,
     max_dropped: int,
-    exchange_s: Callable[[np.ndarray], np.ndarray] = lambda counts: np.zeros(len(counts)),
+    exchange_s: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[BoundedPlans, list[Candidate], dict[str, int]]:
     """Return the deployments of `num_gpus` that are left by their bounds, and those that are not.
 
@@ -260,7 +261,7 @@ def filter_plans(
         threshold: how far above the least bound of Theorem 1 a deployment's own may be, relative to it; None keeps
             every deployment that supports the longest bucket.
         max_dropped: how many of those dropped for either reason are returned.
-        exchange_s: returns the seconds that deployments take in addition, given their counts; by default none.
+        exchange_s: returns the seconds that deployments take in addition, given their counts.
 
     Returns:
         The deployments that are left to solve, by increasing bound except for rounding; some of those that were dropped

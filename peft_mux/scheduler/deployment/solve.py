@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
-from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, length_based, relocate
+from peft_mux.scheduler.dispatching.problem import DispatchProblem, length_based, relocate
+from peft_mux.scheduler.units import RELATIVE_ROUNDING
 
 _WAVE = 32
 """Number of deployments in a wave: the first are timed by rules, and the order of bounds is checked again after it."""

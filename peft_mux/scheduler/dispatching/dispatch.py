@@ -22,7 +22,6 @@ import numpy as np
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
 from peft_mux.scheduler.dispatching.problem import (
-    RELATIVE_ROUNDING,
     DispatchProblem,
     build_problem,
     carried_over,
@@ -34,6 +33,7 @@ from peft_mux.scheduler.dispatching.problem import (
 )
 from peft_mux.scheduler.names import Dispatching
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
+from peft_mux.scheduler.units import RELATIVE_ROUNDING
 
 DEFAULT_RELATIVE_GAP = 0.01
 """Far below the error of the linear form; a smaller one makes no faster steps (benchmarks/lobra/dispatch.py)."""

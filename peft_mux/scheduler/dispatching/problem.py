@@ -17,9 +17,7 @@ import numpy as np
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
-
-RELATIVE_ROUNDING = 1e-9
-"""Relative difference of two times that is rounding; a search that followed smaller gains might never end."""
+from peft_mux.scheduler.units import RELATIVE_ROUNDING
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -97,91 +97,13 @@ def simulate(
     Raises:
         ValueError: for a template that is not of these buckets, lacks or repeats an action, or comes to a halt.
     """
-    spans, faults = _run(template, buckets, links)
-    if faults:
-        things = "1 thing is" if len(faults) == 1 else f"{len(faults)} things are"
-        raise ValueError("\n  ".join([f"template cannot be run; {things} wrong:", *faults]))
-    return Simulation(
-        makespan_s=max(row[-1].end_s for row in spans),
-        spans=tuple(span for row in spans for span in row),
-        busy_s=tuple(sum(span.end_s - span.start_s for span in row) for row in spans),
-        peak_bytes=peak_activation_bytes(template, buckets),
-        bucket_names=tuple(bucket.name for bucket in buckets),
-        num_steps=template.num_steps,
-    )
-
-
-def simulate_one_stage(buckets: Sequence[BucketLoad]) -> Simulation:
-    """Return the time line of a pipeline of one stage: bucket by bucket, each backward right after its forward.
-
-    It is what `simulate` returns for the template "1f1b" of one stage, with the same bits.
-    """
-    spans: list[Span] = []
-    now = 0.0
-    for index, bucket in enumerate(buckets):
-        for number in range(bucket.num_micro_batches):
-            weight = bucket.weights[number] if bucket.weights else 1.0
-            for kind, seconds in (("F", bucket.forward_s[0]), ("B", bucket.backward_s[0])):
-                spans.append(Span(0, Action(kind, index, number, 0), now, now + seconds * weight))
-                now = spans[-1].end_s
-    return Simulation(
-        makespan_s=now,
-        spans=tuple(spans),
-        busy_s=(sum(span.end_s - span.start_s for span in spans),),
-        peak_bytes=(max(bucket.activation_bytes[0] for bucket in buckets),),
-        bucket_names=tuple(bucket.name for bucket in buckets),
-    )
-
-
-def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> list[str]:
-    """Return every action that is missing, doubled, unknown, on a wrong stage, or before what it needs on its stage.
-
-    A backward needs its forward; the forwards of a bucket's step need all backwards of its previous step.
-    """
-    expected = [
-        (kind, index, number, chunk, step)
-        for step in range(template.num_steps)
-        for chunk in range(template.num_chunks)
-        for index, bucket in enumerate(buckets)
-        for number in range(bucket.num_micro_batches)
-        for kind in "FB"
-    ]
-    all_faults: list[str] = []
-    for stage, row in enumerate(template.actions):
-        faults = [f"{action} belongs to stage {action.stage}" for action in row if action.stage != stage]
-        counts = Counter((a.kind, a.bucket, a.micro_batch, a.chunk, a.step) for a in row)
-        for kind, bucket, number, chunk, step in expected:
-            count = counts.pop((kind, bucket, number, chunk, step), 0)
-            if count != 1:
-                action = Action(kind, bucket, number, stage, chunk, step)
-                faults.append(f"{action} is missing" if count == 0 else f"{action} is there {count} times")
-        for kind, bucket, number, chunk, step in counts:
-            faults.append(f"{Action(kind, bucket, number, stage, chunk, step)} is not of these buckets")
-        forwarded = set()
-        left = Counter((action.bucket, action.step) for action in row if action.kind == "B")
-        for action in row:
-            if action.kind == "F":
-                forwarded.add(action[1:])  # all fields but the kind, which its backward shares
-                if left[action.bucket, action.step - 1]:
-                    faults.append(f"{action} comes before the end of step {action.step - 1} of its bucket")
-            else:
-                left[action.bucket, action.step] -= 1
-                if action[1:] not in forwarded:
-                    faults.append(f"{action} comes before its forward")
-        all_faults += [f"stage {stage}: {fault}" for fault in faults]
-    return all_faults
-
-
-def _run(template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Links) -> tuple[list[list[Span]], list[str]]:
-    """Run every device as far as its inputs allow; return the spans of each, and what is wrong with the lists."""
     num_stages, num_chunks = template.num_stages, template.num_chunks
     if {bucket.num_stages for bucket in buckets} != {num_stages}:
         raise ValueError(
             f"the buckets must have {num_stages} stages, as the template has. Build it from these buckets."
         )
+    _refuse(_order_faults(template, buckets))
     spans: list[list[Span]] = [[] for _ in range(num_stages)]
-    if faults := _order_faults(template, buckets):
-        return spans, faults
     # An input is known by (kind, slot, chunk) on the device that waits for it.
     arrivals: list[dict[tuple[str, Slot, int], float]] = [{} for _ in range(num_stages)]
     link_free: dict[tuple[int, int], float] = {}
@@ -233,11 +155,89 @@ def _run(template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Links
                 if not backwards_left[action.bucket, action.step]:
                     open_step(action.bucket, action.step + 1, now)
         waiting.extend(reached)
-    return spans, [
-        f"stage {stage} comes to a halt before {row[len(ran)]}, whose input never arrives"
-        for stage, (row, ran) in enumerate(zip(template.actions, spans, strict=True))
-        if len(ran) < len(row)
+    _refuse(
+        [
+            f"stage {stage} comes to a halt before {row[len(ran)]}, whose input never arrives"
+            for stage, (row, ran) in enumerate(zip(template.actions, spans, strict=True))
+            if len(ran) < len(row)
+        ]
+    )
+    return Simulation(
+        makespan_s=max(row[-1].end_s for row in spans),
+        spans=tuple(span for row in spans for span in row),
+        busy_s=tuple(sum(span.end_s - span.start_s for span in row) for row in spans),
+        peak_bytes=peak_activation_bytes(template, buckets),
+        bucket_names=tuple(bucket.name for bucket in buckets),
+        num_steps=template.num_steps,
+    )
+
+
+def simulate_one_stage(buckets: Sequence[BucketLoad]) -> Simulation:
+    """Return the time line of a pipeline of one stage: bucket by bucket, each backward right after its forward.
+
+    It is what `simulate` returns for the template "1f1b" of one stage, with the same bits.
+    """
+    spans: list[Span] = []
+    now = 0.0
+    for index, bucket in enumerate(buckets):
+        for number in range(bucket.num_micro_batches):
+            weight = bucket.weights[number] if bucket.weights else 1.0
+            for kind, seconds in (("F", bucket.forward_s[0]), ("B", bucket.backward_s[0])):
+                spans.append(Span(0, Action(kind, index, number, 0), now, now + seconds * weight))
+                now = spans[-1].end_s
+    return Simulation(
+        makespan_s=now,
+        spans=tuple(spans),
+        busy_s=(sum(span.end_s - span.start_s for span in spans),),
+        peak_bytes=(max(bucket.activation_bytes[0] for bucket in buckets),),
+        bucket_names=tuple(bucket.name for bucket in buckets),
+    )
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    """Raise `ValueError` if there is any fault of a template, with all of them."""
+    if faults:
+        things = "1 thing is" if len(faults) == 1 else f"{len(faults)} things are"
+        raise ValueError("\n  ".join([f"template cannot be run; {things} wrong:", *faults]))
+
+
+def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> list[str]:
+    """Return every action that is missing, doubled, unknown, on a wrong stage, or before what it needs on its stage.
+
+    A backward needs its forward; the forwards of a bucket's step need all backwards of its previous step.
+    """
+    expected = [
+        (kind, index, number, chunk, step)
+        for step in range(template.num_steps)
+        for chunk in range(template.num_chunks)
+        for index, bucket in enumerate(buckets)
+        for number in range(bucket.num_micro_batches)
+        for kind in "FB"
     ]
+    all_faults: list[str] = []
+    for stage, row in enumerate(template.actions):
+        faults = [f"{action} belongs to stage {action.stage}" for action in row if action.stage != stage]
+        counts = Counter((a.kind, a.bucket, a.micro_batch, a.chunk, a.step) for a in row)
+        for kind, bucket, number, chunk, step in expected:
+            count = counts.pop((kind, bucket, number, chunk, step), 0)
+            if count != 1:
+                action = Action(kind, bucket, number, stage, chunk, step)
+                faults.append(f"{action} is missing" if count == 0 else f"{action} is there {count} times")
+        for kind, bucket, number, chunk, step in counts:
+            faults.append(f"{Action(kind, bucket, number, stage, chunk, step)} is not of these buckets")
+        forwarded = set()
+        left = Counter((action.bucket, action.step) for action in row if action.kind == "B")
+        for action in row:
+            if action.kind == "F":
+                forwarded.add(action[1:])  # all fields but the kind, which its backward shares
+                if left[action.bucket, action.step - 1]:
+                    faults.append(f"{action} comes before the end of step {action.step - 1} of its bucket")
+            else:
+                left[action.bucket, action.step] -= 1
+                if action[1:] not in forwarded:
+                    faults.append(f"{action} comes before its forward")
+        all_faults += [f"stage {stage}: {fault}" for fault in faults]
+    return all_faults
 
 
 def peak_activation_bytes(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> tuple[int, ...]:

@@ -56,12 +56,12 @@ from peft_mux.scheduler.plan import BucketLoad, HTask, MemoryEstimate, PipelineT
 from peft_mux.scheduler.planner.fusion import Buckets, Interval, cheapest_partition, group
 from peft_mux.scheduler.planner.planned_passes import CutHTask, TurnTimes, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named
-from peft_mux.scheduler.units import bytes_text
+from peft_mux.scheduler.units import RELATIVE_ROUNDING, bytes_text
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of micro-batches that are tried, closer together where one more makes a greater difference."""
 _MOST_COUNT_OF_ONE_STAGE = 128
-_MOST_PER_STAGE = 64
+MOST_PER_STAGE = 64
 """The most micro-batches for each stage that are tried: four, after four doublings."""
 _LEAST_PASS_TOKENS = 64
 """On one stage an hTask is not split into passes of fewer tokens."""
@@ -185,7 +185,9 @@ def plan_tasks(
     def plan_at(width: int) -> Outcome:
         memory_in_turns = replace(memory, passes_in_turns=width)
         limit = budget.limit_bytes
-        admission = admit(loads, memory_in_turns, limit, budget.max_tokens, running=running, one_only=chosen.runs_alone)
+        admission = admit(
+            loads, memory_in_turns, limit, budget.max_tokens, running=running, single_task=chosen.runs_alone
+        )
         search = _Search(admission, cost, memory_in_turns, replace(budget, interleaved_passes=width), chosen)
         return search.outcome(search.fastest())
 
@@ -306,7 +308,7 @@ class _Search:
         if asked is not None:
             self._try_counts([asked])
             return
-        most = _MOST_PER_STAGE * self.cost.num_stages
+        most = MOST_PER_STAGE * self.cost.num_stages
         if not self.budget.rules.split_long_sequences:  # otherwise there may be more passes than rows
             most = max(1, min(most, sum(len(load.lengths) for load in self.loads)))
         counts = [*(count for count in _COUNTS if count < most), most]
@@ -375,7 +377,7 @@ class _Search:
                 most_s = math.inf if self._best is None else self._best.step_s
                 if self._least_s(cuts) < most_s:
                     # Without turns hTasks follow each other, longest first, and a bucket for each of them.
-                    self._compare(cuts, 1, most_s * (1 - 1e-9), is_grouped=self.width > 1)
+                    self._compare(cuts, 1, most_s * (1 - RELATIVE_ROUNDING), is_grouped=self.width > 1)
 
     def _cut(self, interval: Interval, count: int) -> CutHTask:
         """Return the hTask of some tasks cut into about `count` passes; remembers what it has cut."""
@@ -468,9 +470,9 @@ class _Search:
             for bucket in buckets:
                 if bucket not in known:  # other numbers of buckets have some of the same
                     known[bucket] = self._bucket_load(cuts, bucket)
-            word = "bucket" if self.cost.num_stages > 1 or self.width > 1 else "hTask"
+            unit = "bucket" if self.cost.num_stages > 1 or self.width > 1 else "hTask"
             bucket_loads = tuple(
-                replace(known[bucket], name=f"{word} {number}") for number, bucket in enumerate(buckets, 1)
+                replace(known[bucket], name=f"{unit} {number}") for number, bucket in enumerate(buckets, 1)
             )
             # Building and simulating a template costs far more than the bound that it cannot beat.
             bound = lower_bound_s if self.drains else steady_lower_bound_s
@@ -557,44 +559,10 @@ class _Search:
             cuts = [cuts[index] for bucket in buckets for index in bucket]
             ends = itertools.accumulate(map(len, buckets), initial=0)
             buckets = tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
-            # Any pass may be as large as allowed. None is larger than `max_tokens`, unless a single sequence is.
-            largest = 0
-            for cut in cuts:
-                most_of_a_step = sum(len(load.lengths) * load.longest for load in cut.loads)
-                likely = min(_LARGEST_TO_MEAN_PASS * cut.mean_tokens, most_of_a_step, max_tokens)
-                largest = max(largest, math.ceil(max(likely, cut.held_tokens)))
-            in_flight = 1
-            if self.width > 1:
-                in_flight = max(
-                    len(group) for bucket in buckets for group in self.times.groups_of([cuts[i] for i in bucket])
-                )
-            memory = self.memory.estimate(self.loads, largest, in_flight)
+            memory = self._memory_of_one_stage(cuts, buckets)
             peak_bytes = (memory.peak_bytes,)
         else:
-            held_bytes = self._held_bytes(cuts)
-            workspace_bytes = [held - static for held, static in zip(held_bytes, self.static_bytes, strict=True)]
-            # These peaks are of micro-batches in flight alone.
-            in_flight_bytes = grouping.simulation.peak_bytes
-            peak_bytes = tuple(held + peak for held, peak in zip(held_bytes, in_flight_bytes, strict=True))
-            if self.limits is not None:
-                pairs = zip(peak_bytes, self.limits, strict=True)
-                assert all(peak <= limit for peak, limit in pairs), "templates keep within their limits"
-            fullest = peak_bytes.index(max(peak_bytes))
-            memory = replace(
-                self.memory.estimate_stage(self.loads, 0, 0, fullest),
-                activation_bytes=in_flight_bytes[fullest],
-                workspace_bytes=workspace_bytes[fullest],
-            )
-            if self.limits is not None:
-                # All micro-batches in flight could grow together. Activations and workspace grow in proportion to
-                # tokens or more slowly; static bytes do not grow.
-                growth = min(
-                    (limit - static) / max(1, workspace + in_flight)
-                    for limit, static, workspace, in_flight in zip(
-                        self.limits, self.static_bytes, workspace_bytes, in_flight_bytes, strict=True
-                    )
-                )
-                max_tokens = max(1, min(max_tokens, int(growth * max(cut.held_tokens for cut in cuts))))
+            memory, peak_bytes, max_tokens = self._memory_of_pipeline(grouping)
         # Tasks are in the stream of a pass in the order of their arrival, which affects its rounding.
         arrived = [load.name for load in self.admission.in_order]
         htasks = tuple(
@@ -619,6 +587,50 @@ class _Search:
             passes=planned_passes(htasks, self.loads, self.budget.rules, max_tokens),
             turns=None if self.width == 1 else self._turn_plan(cuts, grouping.bucket_loads),
         )
+
+    def _memory_of_one_stage(self, cuts: Sequence[CutHTask], buckets: Buckets) -> MemoryEstimate:
+        """Return the peak of the only stage, on which one micro-batch, or group of passes in turns, is in flight."""
+        # Any pass may be as large as allowed. None is larger than `max_tokens`, unless a single sequence is.
+        largest = 0
+        for cut in cuts:
+            most_of_a_step = sum(len(load.lengths) * load.longest for load in cut.loads)
+            likely = min(_LARGEST_TO_MEAN_PASS * cut.mean_tokens, most_of_a_step, self.admission.max_tokens)
+            largest = max(largest, math.ceil(max(likely, cut.held_tokens)))
+        in_flight = 1
+        if self.width > 1:
+            in_flight = max(
+                len(group) for bucket in buckets for group in self.times.groups_of([cuts[i] for i in bucket])
+            )
+        return self.memory.estimate(self.loads, largest, in_flight)
+
+    def _memory_of_pipeline(self, grouping: _Grouping) -> tuple[MemoryEstimate, tuple[int, ...], int]:
+        """Return the peak of the fullest stage, those of all stages, and the most tokens of a pass that still fit."""
+        max_tokens = self.admission.max_tokens
+        held_bytes = self._held_bytes(grouping.cuts)
+        workspace_bytes = [held - static for held, static in zip(held_bytes, self.static_bytes, strict=True)]
+        # These peaks are of micro-batches in flight alone.
+        in_flight_bytes = grouping.simulation.peak_bytes
+        peak_bytes = tuple(held + peak for held, peak in zip(held_bytes, in_flight_bytes, strict=True))
+        if self.limits is not None:
+            pairs = zip(peak_bytes, self.limits, strict=True)
+            assert all(peak <= limit for peak, limit in pairs), "templates keep within their limits"
+        fullest = peak_bytes.index(max(peak_bytes))
+        memory = replace(
+            self.memory.estimate_stage(self.loads, 0, 0, fullest),
+            activation_bytes=in_flight_bytes[fullest],
+            workspace_bytes=workspace_bytes[fullest],
+        )
+        if self.limits is not None:
+            # All micro-batches in flight could grow together. Activations and workspace grow in proportion to
+            # tokens or more slowly; static bytes do not grow.
+            growth = min(
+                (limit - static) / max(1, workspace + in_flight)
+                for limit, static, workspace, in_flight in zip(
+                    self.limits, self.static_bytes, workspace_bytes, in_flight_bytes, strict=True
+                )
+            )
+            max_tokens = max(1, min(max_tokens, int(growth * max(cut.held_tokens for cut in grouping.cuts))))
+        return memory, peak_bytes, max_tokens
 
     def _turn_plan(self, cuts: Sequence[CutHTask], bucket_loads: Sequence[BucketLoad]) -> TurnPlan:
         """Return how passes take turns, and the seconds that this saves on the busiest stage."""
@@ -679,7 +691,7 @@ def admit(
     max_tokens: int,
     *,
     running: Sequence[str] = (),
-    one_only: bool = False,
+    single_task: bool = False,
 ) -> Admission:
     """Choose the tasks that run.
 
@@ -689,7 +701,7 @@ def admit(
         limit_bytes: memory of a device that may be filled, in bytes; `None` admits all.
         max_tokens: the most tokens of a pass, as asked for.
         running: names of tasks that run already.
-        one_only: whether a single task is admitted, for running task by task.
+        single_task: whether a single task is admitted, for running task by task.
 
     Raises:
         DoesNotFitError: if no task fits, not even alone.
@@ -705,7 +717,7 @@ def admit(
     admitted: list[TaskLoad] = []
     waiting: list[Waiting] = []
     for load in sorted(loads, key=lambda load: (load.name not in running, -load.priority)):
-        if one_only and admitted:
+        if single_task and admitted:
             waiting.append(Waiting(load.name, f"tasks run one at a time, and {admitted[0].name} runs now"))
             continue
         # A running task stays: its state is there, and predictions may be wrong.

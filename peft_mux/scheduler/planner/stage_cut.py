@@ -20,14 +20,13 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad, split_layers
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.planner.planned_passes import task_rows
-from peft_mux.scheduler.planner.planner import least_pass_tokens
+from peft_mux.scheduler.planner.planner import MOST_PER_STAGE, least_pass_tokens
+from peft_mux.scheduler.units import RELATIVE_ROUNDING
 
-_SAME = 1e-9
-"""Relative difference below which two latencies are one."""
 _MICRO_BATCHES_PER_STAGE = 4
 """C over S of a common pipeline (M Appendix A), for which layers are cut into stages."""
-_LEAST_TOKENS_PART = 2**-4
-"""The smallest micro-batches that stages are cut for, over those: the planner tries C up to 64 for each stage."""
+_LEAST_TOKENS_PART = _MICRO_BATCHES_PER_STAGE / MOST_PER_STAGE
+"""The smallest micro-batches that stages are cut for, which the planner tries, over those of a common pipeline."""
 
 
 def balanced_layers(
@@ -51,7 +50,7 @@ def balanced_layers(
     """
     slowest_s, _ = _best_cut(stage_s, max, num_layers, most, least)
     # Latencies that are equal on paper may differ by rounding, which must not keep a cut from being even.
-    bound_s = slowest_s + _SAME * abs(slowest_s)
+    bound_s = slowest_s + RELATIVE_ROUNDING * abs(slowest_s)
 
     def inequality(stage: int, first: int, layers: int) -> float:
         return math.inf if stage_s(stage, first, layers) > bound_s else float(layers * layers)

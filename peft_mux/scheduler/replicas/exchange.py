@@ -68,10 +68,10 @@ class GradientExchange:
         for present, config in zip(counts.T > 0, configs, strict=True):
             whole_bytes, cut_bytes = self.device_bytes(config)
             # Of the devices of a replica on one node, a ring has all of a stage, or one.
-            own_devices = min(config.num_gpus, per_node)
-            own_s = ring_s(whole_bytes, num_shards, config.tp / own_devices)
-            own_s = own_s + ring_s(cut_bytes, num_replicas, 1 / own_devices)
-            slowest_s = np.maximum(slowest_s, present * own_s)
+            devices_on_node = min(config.num_gpus, per_node)
+            device_s = ring_s(whole_bytes, num_shards, config.tp / devices_on_node)
+            device_s = device_s + ring_s(cut_bytes, num_replicas, 1 / devices_on_node)
+            slowest_s = np.maximum(slowest_s, present * device_s)
         latency_s = np.where(leaves_node, network(1.0).latency_s, near.latency_s)
         num_whole = sum(load.trainable_parameters > load.cut_parameters for load in self.loads)
         num_cut = sum(load.cut_parameters > 0 for load in self.loads)
