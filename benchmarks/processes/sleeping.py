@@ -25,6 +25,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,6 @@ from peft_mux.planning.replica_facts import run_facts, time_model_of
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Parts, analytic_profile, corrected
 from peft_mux.scheduler.deployment.composed import DeploymentPricer, PricedDeployment
-from peft_mux.scheduler.deployment.deployment_plan import groups_of
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, candidate_configs, joint_sample
 from peft_mux.scheduler.parallel_layout import ParallelConfig
@@ -169,7 +169,7 @@ def price(trainer: Any, settings: Settings, replicas: Sequence[ParallelConfig]) 
     expected = plan_deployment(*joint_sample(tasks), cluster.num_devices, curve, **options)
     replica_planner = ReplicaPlanner(facts, max_tokens=settings.max_tokens)
     pricer = DeploymentPricer(replica_planner, tasks, expected.bucketing, curve, exchange)
-    return pricer.price(groups_of(replicas, curve))
+    return pricer.price(curve.groups(Counter(replicas)))
 
 
 def loads_of(options: argparse.Namespace) -> tuple[Load, ...]:

@@ -37,8 +37,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.steps import Shares
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, interval_tokens
-from peft_mux.scheduler.dispatching.dispatch import Dispatch, deal_buckets, dispatch
-from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.dispatching.dispatch import Dispatch, ReplicaRates, deal_buckets, dispatch
 from peft_mux.scheduler.names import Dispatching
 from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel

@@ -6,6 +6,7 @@ The counterpart of `Planner` for unequal replicas. It reads shapes and lengths, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from peft_mux.scheduler.deployment.deployment_plan import (
     FailureOverhead,
     Redeployment,
     decide_redeployment,
-    groups_of,
 )
 from peft_mux.scheduler.deployment.deployment_report import ConfigRow, DeploymentReport
 from peft_mux.scheduler.deployment.search import plan_deployment
@@ -204,7 +204,7 @@ def redeploy(
     exchange = GradientExchange(facts.loads, facts, _gradient_bytes(planner))
     plan = _searched(tasks, old.world_size, curve, interval, exchange)
     # Replicas that cannot hold anything have no price.
-    present = groups_of(old.replicas, curve)
+    present = curve.groups(Counter(old.replicas))
     composed = _composed(planner, facts, tasks, plan, curve, interval, exchange, [present] if present else [])
     return decide_redeployment(
         old.replicas,

@@ -17,7 +17,7 @@ from peft_mux.planning.replica_facts import run_time_model
 from peft_mux.planning.task_loads import part_of
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Parts
-from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.dispatching.dispatch import ReplicaRates
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.planned_passes import planned_passes

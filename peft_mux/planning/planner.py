@@ -65,7 +65,7 @@ class PlanInputs(NamedTuple):
     """What a plan is made from.
 
     Attributes:
-        given: the devices that the plan is for.
+        profiled: the devices that the plan is for, with the times of the profile.
         target: the same with times corrected by what was measured, if these are the run's own.
         replicas: for each replica what the tasks bring into its steps.
         loads: the same of the replica with most tokens, which all others wait for.
@@ -74,7 +74,7 @@ class PlanInputs(NamedTuple):
         budget: the bounds within which the plan is looked for.
     """
 
-    given: Target
+    profiled: Target
     target: Target
     replicas: list[list[TaskLoad]]
     loads: list[TaskLoad]
@@ -305,19 +305,19 @@ class Planner:
             width: the most passes that took turns.
         """
         inputs = self._last_inputs
-        if inputs is None or (inputs.given.profile.source != "measured" and self.args.measured_times != "plan"):
+        if inputs is None or (inputs.profiled.profile.source != "measured" and self.args.measured_times != "plan"):
             return None
-        given, layers = inputs.given, inputs.cost.layers_per_stage
+        profiled, layers = inputs.profiled, inputs.cost.layers_per_stage
         prices = PassPrices(
-            replace(self._cost_model(given), layers_per_stage=layers),
+            replace(self._cost_model(profiled), layers_per_stage=layers),
             {load.name: load for load in inputs.loads},
-            min(stage, given.num_stages - 1),
+            min(stage, profiled.num_stages - 1),
         )
-        turns_never_run = given.num_stages == 1 and width == 1
+        turns_never_run = profiled.num_stages == 1 and width == 1
         if turns_never_run or not TurnTimes(prices.cost).is_known:
             return prices
         learnt = self.correction.learnt
-        known = replace(self._cost_model(given.corrected(learnt)), layers_per_stage=layers)
+        known = replace(self._cost_model(profiled.corrected(learnt)), layers_per_stage=layers)
         turns = TurnTimes(known, width, recomputes=self.args.uses_checkpointing)
         return replace(prices, turns=turns, turns_factor=learnt.communication)
 
@@ -389,10 +389,10 @@ class Planner:
             num_replicas=self.num_replicas,
         )
 
-    def _inputs(self, given: Target, loads: Sequence[TaskLoad], schedule: Schedule | None) -> PlanInputs:
+    def _inputs(self, profiled: Target, loads: Sequence[TaskLoad], schedule: Schedule | None) -> PlanInputs:
         """Return what a plan for a target is made from: rows divided among replicas, layers cut into stages."""
         args = self.args
-        target = given.corrected(self.correction.factors) if given.is_own else given
+        target = profiled.corrected(self.correction.factors) if profiled.is_own else profiled
         chosen: Any = schedule or args.pipeline_schedule
         num_chunks = chunks_per_device(chosen, target.num_stages)
         most_stages = self.shape.num_layers // num_chunks
@@ -446,7 +446,7 @@ class Planner:
             recomputes=args.uses_checkpointing,
         )
         cost, memory = replace(cost, layers_per_stage=layers), replace(memory, layers_per_stage=layers)
-        return PlanInputs(given, target, replicas, busiest, cost, memory, budget)
+        return PlanInputs(profiled, target, replicas, busiest, cost, memory, budget)
 
     def _is_fused(self, target: Target) -> bool:
         """Whether layers compute by Liger's kernels: on the own GPU as they do now, elsewhere as they will."""

@@ -125,7 +125,7 @@ def _best_equal(
     timed = []
     for config in configurations_that_fit(time_model, num_gpus, longest):
         if time_model.max_tokens[config] >= longest:
-            groups = (ReplicaGroup(config, num_gpus // config.num_gpus, time_model.max_tokens[config]),)
+            groups = time_model.groups({config: num_gpus // config.num_gpus})
             # GPUs that no further replica fits on stay idle, but are paid for.
             exchange_s = 0.0 if exchange is None else exchange.seconds_of(groups)
             timed.append((groups, dispatch(groups, bucketing, time_model, policy="uniform").makespan_s + exchange_s))

@@ -26,7 +26,7 @@ import numpy as np
 
 from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.deployment_plan import Candidate, DeploymentPlan
-from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
+from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import MOST_DEPLOYMENTS, TaskLengths, count_plans, joint_rows, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
@@ -403,7 +403,10 @@ def _near_best(plan: DeploymentPlan, curve: ReplicaTimeModel) -> list[tuple[Repl
     # Within the error of the model, whole plans may turn the order round.
     limit_s = _NEAR * min(map(least_s, plan.candidates))
     near = sorted((candidate for candidate in plan.candidates if least_s(candidate) <= limit_s), key=least_s)
-    groups = [replica_groups(plan.configurations, candidate.counts, curve) for candidate in near[:_PRICED_A_SEARCH]]
+    groups = [
+        curve.groups(dict(zip(plan.configurations, candidate.counts, strict=True)))
+        for candidate in near[:_PRICED_A_SEARCH]
+    ]
     return list(dict.fromkeys([plan.groups, *groups]))
 
 

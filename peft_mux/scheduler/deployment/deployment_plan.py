@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import string
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -345,7 +346,7 @@ def decide_redeployment(
     """
     tokens_per_step = sum(tokens for _, tokens in remaining)
     tokens_left = sum(max(0, steps) * tokens for steps, tokens in remaining)
-    groups = groups_of(old, time_model)
+    groups = time_model.groups(Counter(old))
     supported = max((group.max_tokens for group in groups), default=0)
     old_step_s = math.inf
     if supported >= plan.longest:
@@ -358,8 +359,7 @@ def decide_redeployment(
     # Both are found by heuristics: the present replicas may be as good as what was planned.
     stays = sorted(old) == sorted(planned) or old_step_s <= plan.expected_step_s
     old_layout, new_layout = (
-        ", ".join(f"{config}x{list(configs).count(config)}" for config in dict.fromkeys(configs))
-        for configs in (old, planned)
+        ", ".join(f"{config}x{count}" for config, count in Counter(configs).items()) for configs in (old, planned)
     )
     return Redeployment(
         old=old_layout,
@@ -368,13 +368,4 @@ def decide_redeployment(
         new_step_s=old_step_s if stays else plan.expected_step_s,
         remaining_steps=tokens_left / tokens_per_step if tokens_per_step else 0.0,
         restart_s=restart_s,
-    )
-
-
-def groups_of(configs: Sequence[ParallelConfig], time_model: ReplicaTimeModel) -> tuple[ReplicaGroup, ...]:
-    """Return replicas, given the configuration of each, by configuration; those that hold nothing are left out."""
-    return tuple(
-        ReplicaGroup(config, list(configs).count(config), time_model.max_tokens[config])
-        for config in time_model.configurations
-        if config in configs
     )

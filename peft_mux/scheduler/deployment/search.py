@@ -35,9 +35,8 @@ from peft_mux.scheduler.dispatching.bucketing import (
 )
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispatch
 from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
-from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.exchange import GradientExchange
-from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 from peft_mux.scheduler.units import RELATIVE_ROUNDING
 
 DEFAULT_THRESHOLD = 0.15
@@ -150,7 +149,7 @@ def plan_deployment(
             f"there must be at most max_plans = {max_plans} combinations of replicas, got {num_plans}. {fix}"
         )
     # Each candidate is a group of one replica; deployments of them differ in their numbers of replicas alone.
-    problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)
+    problem = build_problem(time_model.groups(dict.fromkeys(configs, 1)), bucketing, time_model)
 
     def exchange_s(counts: np.ndarray) -> np.ndarray:
         return np.zeros(len(counts)) if exchange is None else exchange.seconds(configs, counts)
@@ -166,7 +165,7 @@ def plan_deployment(
     statuses = [answer.status for answer in search.answers.values()]
     # A deployment that was not solved, other than for lack of time, could not beat the best.
     numbers["num_out_of_reach"] += len(kept) - len(statuses) - len(search.unreached)
-    groups = replica_groups(configs, kept.counts[search.best_row], time_model)
+    groups = time_model.groups(dict(zip(configs, kept.counts[search.best_row], strict=True)))
     return DeploymentPlan(
         groups=groups,
         num_gpus=num_gpus,
@@ -229,17 +228,6 @@ def expected_bucketing(
     # B f_j rounded up; in integers, so that a whole number is not rounded up further.
     counts = tuple(-(-global_batch * count // sample.num_sequences) for count in sample.counts)
     return Bucketing(sample.boundaries, counts, round(sample.padding_tokens * sum(counts) / sample.num_sequences))
-
-
-def replica_groups(
-    configs: Sequence[ParallelConfig], counts: Sequence[int] | np.ndarray, time_model: ReplicaTimeModel
-) -> tuple[ReplicaGroup, ...]:
-    """Return the groups of a deployment with so many replicas of each configuration; those without any are left out."""
-    return tuple(
-        ReplicaGroup(config, int(count), time_model.max_tokens[config])
-        for config, count in zip(configs, counts, strict=True)
-        if count
-    )
 
 
 def filter_plans(

@@ -6,15 +6,18 @@
       refine             single moves by the time model itself
       split_within_group an even split                                         groups -> replicas
     deal_buckets         which sequence goes where                             sequences -> replicas
+    ReplicaRates         how much slower each replica is, learned from its share of each step
 
 Which replicas there are is decided once, in `scheduler/deployment/`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -329,3 +332,55 @@ def deal_buckets(order: np.ndarray, buckets: np.ndarray, quotas: Sequence[Sequen
         owners[order[buckets[order] == bucket]] = shares[np.lexsort((shares, places))]
     assert (owners >= 0).all(), "a sequence was lost"
     return owners
+
+
+_RATE_WEIGHT = 0.3
+"""Of the last step; a replica that becomes slow is known to 80 % after five."""
+_LARGEST_RATE_STEP = math.log(4.0)
+"""A single step moves a rate no further than this times `_RATE_WEIGHT`, in logarithms: one odd step does little."""
+_RATE_GRAIN = 0.05
+"""Rates that differ by less count as equal, so that equal replicas stay so."""
+
+
+class ReplicaRates:
+    """Follows the rates of replicas over the steps of a run; at first all are equally fast.
+
+    Example:
+        >>> rates = ReplicaRates(2)
+        >>> for _ in range(20):
+        ...     rates.observe(expected=[1.0, 1.0], measured=[0.5, 1.0])
+        >>> rates.slowness
+        (1.0, 2.0)
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._logs = [0.0] * num_replicas
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """Seconds that each replica takes for work that takes the fastest one 1 s."""
+        fastest = min(self._logs)
+        grains = [round((log - fastest) / _RATE_GRAIN) for log in self._logs]
+        return tuple(round(math.exp(_RATE_GRAIN * number), 2) for number in grains)
+
+    def observe(self, expected: Sequence[float], measured: Sequence[float]) -> None:
+        """Compare the time of each replica with the predicted time of its share, from the same predictor for all.
+
+        Nothing is learned of a replica without a share, or one that was not timed.
+
+        Args:
+            expected: what each share should take on a replica that is as fast as its kind, in any unit.
+            measured: seconds that each replica took for its share.
+        """
+        logs = {
+            number: math.log(took / should)
+            for number, (should, took) in enumerate(zip(expected, measured, strict=True))
+            if should > 0 and took > 0
+        }
+        # A rate is relative to the other replicas: with one alone, it may be the prediction that is off.
+        if len(logs) < 2:
+            return
+        typical = median(logs.values()) - median(self._logs[number] for number in logs)
+        for number, log in logs.items():
+            change = log - typical - self._logs[number]
+            self._logs[number] += _RATE_WEIGHT * max(-_LARGEST_RATE_STEP, min(_LARGEST_RATE_STEP, change))

@@ -159,6 +159,14 @@ class ReplicaTimeModel:
         """The configurations to choose from: by GPUs, then by tensor parallel degree."""
         return tuple(sorted(self.max_tokens, key=lambda config: (config.num_gpus, config)))
 
+    def groups(self, counts: Mapping[ParallelConfig, int]) -> tuple[ReplicaGroup, ...]:
+        """Return so many replicas of each configuration as groups; those of which there are none are left out."""
+        return tuple(
+            ReplicaGroup(config, int(counts[config]), self.max_tokens[config])
+            for config in self.configurations
+            if counts.get(config)
+        )
+
     def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
         """Return the seconds in which one replica trains `counts[j]` sequences of `lengths[j]` tokens; 0 for none.
 

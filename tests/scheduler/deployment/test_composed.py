@@ -17,7 +17,7 @@ from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, DeploymentPricer, RowMix, compose_deployment
 from peft_mux.scheduler.deployment.deployment_plan import DeploymentPlan
-from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
+from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, enumerate_plans, joint_sample
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
@@ -105,7 +105,7 @@ def test_it_is_near_the_best_of_all_deployments_priced_one_by_one(drawn: tuple[t
     best_s = math.inf
     for block in enumerate_plans(case.single.num_gpus, [config.num_gpus for config in configs]):
         for counts in block.tolist():
-            groups = replica_groups(configs, counts, case.curve)
+            groups = case.curve.groups(dict(zip(configs, counts, strict=True)))
             if max(group.max_tokens for group in groups) >= case.single.bucketing.boundaries[-1]:
                 best_s = min(best_s, pricer.price(groups).step_s)
     assert found.chosen.step_s <= 1.03 * best_s
@@ -123,7 +123,7 @@ def test_it_is_near_the_best_of_all_deployments_priced_one_by_one(drawn: tuple[t
 
 def test_present_replicas_are_priced_too_unless_they_hold_less_than_the_batch() -> None:
     case = make_case(PIPELINE_LOSES)
-    able = replica_groups([ParallelConfig(2, 1), ParallelConfig(1, 2)], [1, 1], case.curve)
+    able = case.curve.groups({ParallelConfig(2, 1): 1, ParallelConfig(1, 2): 1})
     short = (ReplicaGroup(ParallelConfig(1, 1), 4, 2000),)
     assert short[0].max_tokens < case.single.bucketing.boundaries[-1] <= max(group.max_tokens for group in able)
     found = case.composed(also=[able, short], budget_s=1e-6)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
 from peft_mux.scheduler.dispatching.dispatch import (
     Dispatch,
+    ReplicaRates,
     deal_buckets,
     dispatch,
     predict_replica_s,
@@ -32,7 +33,6 @@ from peft_mux.scheduler.dispatching.problem import (
     length_based,
     relocate,
 )
-from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import ReplicaGroup
 from tests.scheduler.dispatching.cases import (

@@ -11,7 +11,7 @@ import pytest
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
+from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.plan import Link
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
@@ -235,5 +235,5 @@ def test_the_deployment_that_is_fastest_with_its_exchange_is_chosen(rank: int) -
     assert free.exchange_s == 0
     for one in counted.candidates:
         if one.step_s is not None:
-            own_s = exchange.seconds_of(replica_groups(counted.configurations, one.counts, model))
+            own_s = exchange.seconds_of(model.groups(dict(zip(counted.configurations, one.counts, strict=True))))
             assert one.step_s >= max(own_s, one.bound_s * (1 - 1e-6))
