@@ -37,10 +37,10 @@ class SolverOptions:
         budget_s: seconds for all programmes together; None for as long as it takes.
     """
 
-    solver: Any = None
-    time_limit_s: float = 10.0
-    relative_gap: float = 1e-3
-    budget_s: float | None = None
+    solver: Any
+    time_limit_s: float
+    relative_gap: float
+    budget_s: float | None
 
     @property
     def slack(self) -> float:

@@ -474,10 +474,11 @@ class _Search:
             bucket_loads = tuple(
                 replace(known[bucket], name=f"{unit} {number}") for number, bucket in enumerate(buckets, 1)
             )
-            # Building and simulating a template costs far more than the bound that it cannot beat.
-            bound = lower_bound_s if self.drains else steady_lower_bound_s
-            if bound(bucket_loads, num_chunks=self.num_chunks) >= most_s:
-                continue
+            if self.cost.num_stages > 1:
+                # Building and simulating a template costs far more than the bound that it cannot beat.
+                bound = lower_bound_s if self.drains else steady_lower_bound_s
+                if bound(bucket_loads, num_chunks=self.num_chunks) >= most_s:
+                    continue
             for schedule in schedules:
                 try:
                     grouping = self._scheduled(cuts, buckets, bucket_loads, *schedule)

@@ -38,7 +38,7 @@ from peft_mux.scheduler.replicas.time_model import (
 )
 from tests.scheduler.deployment.exhaustive import exact_step_s
 
-EXACT = SolverOptions(relative_gap=0.0)
+EXACT = SolverOptions(solver=None, time_limit_s=10.0, relative_gap=0.0, budget_s=None)
 INTERVAL = 512
 SHORT, MIDDLE, LONG = 512, 1536, 3072
 
