@@ -137,9 +137,9 @@ class RowMix:
 
     def __init__(self, tasks: Sequence[TaskLengths]) -> None:
         self._num_tasks = len(tasks)
-        lengths, owners = (np.array(column, dtype=np.int64) for column in joint_rows(tasks))
-        order = np.lexsort((owners, lengths))
-        self._lengths, self._owners = lengths[order], owners[order]
+        lengths, task_numbers = (np.array(column, dtype=np.int64) for column in joint_rows(tasks))
+        order = np.lexsort((task_numbers, lengths))
+        self._lengths, self._task_numbers = lengths[order], task_numbers[order]
 
     def rows(self, boundaries: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return for each task the lengths of its rows among so many sequences of each bucket.
@@ -160,9 +160,9 @@ class RowMix:
                     f"buckets must be those of the sample, got {count} sequences padded to {boundary} tokens, to "
                     "which no sampled row is padded."
                 )
-            by_task = np.lexsort((self._lengths[start:end], self._owners[start:end])) + start
+            by_task = np.lexsort((self._lengths[start:end], self._task_numbers[start:end])) + start
             for place in by_task[((np.arange(count) + 0.5) * (end - start) / count).astype(np.int64)].tolist():
-                rows_of_task[int(self._owners[place])].append(int(self._lengths[place]))
+                rows_of_task[int(self._task_numbers[place])].append(int(self._lengths[place]))
         return tuple(map(tuple, rows_of_task))
 
 

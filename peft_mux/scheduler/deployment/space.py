@@ -53,14 +53,14 @@ def joint_rows(tasks: Sequence[TaskLengths]) -> tuple[list[int], list[int]]:
     # As many batches as the largest sample makes, so that no sample is cut.
     draws = max(-(-len(task.lengths) // task.batch_size) for task in tasks)
     lengths: list[int] = []
-    owners: list[int] = []
+    task_numbers: list[int] = []
     for number, task in enumerate(tasks):
         wanted = draws * task.batch_size
         whole, rest = divmod(wanted, len(task.lengths))
         lengths += task.lengths * whole
         lengths += [task.lengths[index * len(task.lengths) // rest] for index in range(rest)]
-        owners += [number] * wanted
-    return lengths, owners
+        task_numbers += [number] * wanted
+    return lengths, task_numbers
 
 
 def candidate_configs(facts: ReplicaFacts, num_devices: int) -> tuple[ParallelConfig, ...]:

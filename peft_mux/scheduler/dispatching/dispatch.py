@@ -323,15 +323,15 @@ def deal_buckets(order: np.ndarray, buckets: np.ndarray, quotas: Sequence[Sequen
     Returns:
         The share of each member, int64 of shape `(members,)`.
     """
-    owners = np.full(len(order), -1, dtype=np.int64)
+    share_of_member = np.full(len(order), -1, dtype=np.int64)
     for bucket, numbers in enumerate(zip(*quotas, strict=True)):
         # The members of a share lie at equal distances between 0 and 1, half a distance from both ends.
         places = np.concatenate([(np.arange(number) + 0.5) / max(1, number) for number in numbers])
         shares = np.repeat(np.arange(len(numbers)), numbers)
         # Shares that meet at the same place take turns by their number, so that the answer is the same everywhere.
-        owners[order[buckets[order] == bucket]] = shares[np.lexsort((shares, places))]
-    assert (owners >= 0).all(), "a sequence was lost"
-    return owners
+        share_of_member[order[buckets[order] == bucket]] = shares[np.lexsort((shares, places))]
+    assert (share_of_member >= 0).all(), "a sequence was lost"
+    return share_of_member
 
 
 _RATE_WEIGHT = 0.3

@@ -165,9 +165,9 @@ def uniform(problem: DispatchProblem) -> np.ndarray:
         groups = np.flatnonzero(problem.fits[:, bucket])
         if not num_sequences:
             continue
-        owners = np.repeat(groups, problem.num_replicas[groups])
-        each, rest = divmod(num_sequences, len(owners))
-        takers = owners[(turn + np.arange(rest)) % len(owners)]
+        group_of_replica = np.repeat(groups, problem.num_replicas[groups])
+        each, rest = divmod(num_sequences, len(group_of_replica))
+        takers = group_of_replica[(turn + np.arange(rest)) % len(group_of_replica)]
         counts[:, bucket] = np.bincount(takers, minlength=len(counts))
         counts[groups, bucket] += each * problem.num_replicas[groups]
         turn += rest
