@@ -45,10 +45,16 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import Parts, Profile, corrected, with_recomputed_inputs
 from peft_mux.scheduler.names import Schedule
-from peft_mux.scheduler.pipeline.template import chunks_per_device
 from peft_mux.scheduler.plan import Plan, TaskShare
 from peft_mux.scheduler.planner.planned_passes import TurnTimes, planned_passes
-from peft_mux.scheduler.planner.planner import Budget, DoesNotFitError, Outcome, least_pass_tokens, plan_tasks
+from peft_mux.scheduler.planner.planner import (
+    Budget,
+    DoesNotFitError,
+    Outcome,
+    chunks_per_device,
+    least_pass_tokens,
+    plan_tasks,
+)
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.units import bytes_text
 

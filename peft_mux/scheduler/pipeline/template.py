@@ -33,11 +33,6 @@ from peft_mux.scheduler.pipeline.list_scheduler import Links, ListScheduler, Mov
 from peft_mux.scheduler.plan import Action, BucketLoad, PipelineTemplate, Slot
 
 
-def chunks_per_device(schedule: Schedule, num_stages: int) -> int:
-    """Return the virtual stages of each device in a run: two if the schedule interleaves them, else one."""
-    return 2 if schedule == "interleaved_1f1b" and num_stages > 1 else 1
-
-
 def build_template(
     buckets: Sequence[BucketLoad],
     schedule: Schedule,

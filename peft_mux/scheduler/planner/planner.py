@@ -87,6 +87,11 @@ _LEAST_GAIN_OF_TURNS = 0.01
 """Part of a step that turns have to save: predictions are no more accurate, and turns hold more memory."""
 
 
+def chunks_per_device(schedule: Schedule, num_stages: int) -> int:
+    """Return the virtual stages of each device in a run: two if the schedule interleaves them, else one."""
+    return 2 if schedule == "interleaved_1f1b" and num_stages > 1 else 1
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What a plan may use.

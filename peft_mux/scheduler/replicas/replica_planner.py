@@ -15,9 +15,8 @@ from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.names import Schedule
 from peft_mux.scheduler.parallel_layout import ParallelConfig
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import chunks_per_device
 from peft_mux.scheduler.plan import Link
-from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.planner import Budget, Outcome, chunks_per_device, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
 
