@@ -1,4 +1,4 @@
-"""A backbone as the planner needs it: its configuration, its shape, and which parts can be divided; no weights are read.
+"""A backbone as the planner needs it: its configuration, its shape, and the parts that are divided; reads no weights.
 
 `frozen_parts` and `cut_layers` say which bytes and layers tensor parallelism, stages and shards divide. The engine
 decides that (`parallel.tensor.cut`, `parallel.pipeline.stage`, `parallel.fsdp`).
