@@ -136,4 +136,4 @@ def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: s
     assert {"shrink_kernel", "expand_kernel", "wgrad_kernel"} < set(kinds)
     assert all(len(kind) == 1 for kind in kinds.values()), kinds
     if form == "plain":
-        assert len(seen_of(found, form)["signatures"]) == 38, "groups, widths, kinds of adapters, AdamW, short rows"
+        assert len(seen_of(found, form)["signatures"]) == 29, "groups, widths, kinds of adapters, AdamW, short rows"

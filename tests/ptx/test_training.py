@@ -123,22 +123,29 @@ def test_a_training_pass_in_bf16_is_as_near_to_float64_as_torch_in_bf16(
         assert off_by(in_torch[name], right[name]) < 5e-2, "the comparison itself is off"
 
 
+@pytest.mark.parametrize("task", [1, 2])
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
-def test_a_task_next_to_nan_neighbours_has_the_bits_that_it_has_alone(dropout: float) -> None:
+def test_a_narrow_and_a_wide_task_next_to_nan_neighbours_have_the_bits_that_they_have_alone(
+    dropout: float, task: int
+) -> None:
     torch.manual_seed(0)
-    width, lengths, ranks = 256, (40, 70, 25), (16, 24, 8)
+    width, lengths, ranks, seeds = 256, (40, 70, 25), (16, 24, 8), [11, 22, 33]
+    rows, rank = (slice(40, 110) if task == 1 else slice(110, 135)), ranks[task]
     x = torch.randn(sum(lengths), width).to(torch.bfloat16)
     factors = [torch.randn(rank, width).to(torch.bfloat16) for rank in ranks]
-    beside_nan, nan_first = x.clone(), [torch.full_like(factors[0], NAN), factors[1], factors[2]]
-    beside_nan[:110] = NAN
+    beside_nan, nan_first = torch.full_like(x, NAN), [torch.full_like(factors[0], NAN), factors[1], factors[2]]
+    beside_nan[rows] = x[rows]
 
-    with ptx_on_cpu(90):
-        alone, gradient_alone = shrink_and_wgrad((25,), (8,), x[110:].clone(), factors[2:], dropout, seeds=[33])
-        found, gradient = shrink_and_wgrad(lengths, ranks, beside_nan, nan_first, dropout, seeds=[11, 22, 33])
+    with ptx_on_cpu(90) as launches:
+        alone, gradient_alone = shrink_and_wgrad(
+            (lengths[task],), (rank,), x[rows].clone(), [factors[task]], dropout, seeds=[seeds[task]]
+        )
+        found, gradient = shrink_and_wgrad(lengths, ranks, beside_nan, nan_first, dropout, seeds=seeds)
 
     assert found[:40, :16].isnan().all(), "neighbours are NaN"
-    assert torch.equal(found[110:, :8], alone[:, :8])
-    assert torch.equal(gradient[2], gradient_alone[0])
+    assert torch.equal(found[rows, :rank], alone[:, :rank])
+    assert torch.equal(gradient[task], gradient_alone[0])
+    assert launches.counts == {"shrink_kernel": 2, "wgrad_kernel": 2}, "narrow and wide ranks share a launch"
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])

@@ -150,9 +150,8 @@ def shrink(
         launches = _found(key, xs_TD, w, s_TC, tables, ranks, places)
     if launches is None:
         launches = w.launches[key] = []
-        for lowest, highest, block_ranks in _rank_classes(ranks):
-            is_short = tables.shrink_rows < tables.block_rows
-            tile = tiles("shrink", gpu_model(x_TD.device), block_ranks, x_TD.element_size(), is_short=is_short)
+        is_short = tables.shrink_rows < tables.block_rows
+        for lowest, highest, tile, stages in _rank_classes("shrink", ranks, x_TD, is_short=is_short):
             launch = Launch(
                 shrink_kernel,
                 tile,
@@ -163,12 +162,12 @@ def shrink(
                 BLOCK_M=tables.block_rows,
                 ROWS=tables.shrink_rows,
                 BLOCK_D=tile.columns,
-                BLOCK_R=block_ranks,
+                **stages,
                 DROP=drop,
                 RAGGED=any(width % tile.columns for width in w.widths),
                 UPCAST=_INTERPRETED,
             )
-            launches.append((triton.cdiv(min(highest, ranks.max_rank), block_ranks), launch))
+            launches.append((triton.cdiv(min(highest, ranks.max_rank), WIDE_BLOCK), launch))
     # Without dropout the last argument is not read, but it must be a tensor.
     moving = *_of_layers(xs_TD), s_TC, tables.step_seed_G if places is None else places
     parts = tables.block_rows // tables.shrink_rows * len(xs_TD)
@@ -233,8 +232,7 @@ def expand(
     if launches is None:
         launches = w.launches[key] = []
         # Without `add` every row must be written, also those of tasks without an adapter here.
-        for lowest, highest, block_ranks in _rank_classes(ranks, with_zero=not add):
-            tile = tiles("expand", gpu_model(y_TK.device), block_ranks, y_TK.element_size())
+        for lowest, highest, tile, stages in _rank_classes("expand", ranks, y_TK, with_zero=not add):
             launch = Launch(
                 expand_kernel,
                 tile,
@@ -244,7 +242,7 @@ def expand(
                 **_constants("K", w),
                 BLOCK_M=tables.block_rows,
                 BLOCK_K=tile.columns,
-                BLOCK_R=block_ranks,
+                **stages,
                 DROP=drop,
                 HAS_BIAS=bool(biases),
                 ADD=add,
@@ -304,10 +302,8 @@ def wgrad(
             key = ("wgrad", scaled, drop, module_seed, accumulate, ranks, *_layout_of(xs_TD, s_TC, tables))
         prepared = _found(key, xs_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
     if prepared is None:
-        name = gpu_model(x_TD.device)
         launches = []
-        for lowest, highest, block_ranks in _rank_classes(ranks):
-            tile = tiles("wgrad", name, block_ranks, x_TD.element_size())
+        for lowest, highest, tile, stages in _rank_classes("wgrad", ranks, x_TD):
             launch = Launch(
                 wgrad_kernel,
                 tile,
@@ -318,14 +314,14 @@ def wgrad(
                 CHUNK=tables.chunk_rows,
                 BLOCK_M=tables.block_rows,
                 BLOCK_D=tile.columns,
-                BLOCK_R=block_ranks,
+                **stages,
                 DROP=drop,
                 ACCUMULATE=accumulate,
                 UPCAST=_INTERPRETED,
             )
-            num_blocks = _num_column_blocks(grad, tile), triton.cdiv(min(highest, ranks.max_rank), block_ranks)
+            num_blocks = _num_column_blocks(grad, tile), triton.cdiv(min(highest, ranks.max_rank), WIDE_BLOCK)
             launches.append((num_blocks, launch))
-        tile = tiles("reduce", name, _REDUCE_RANKS, grad.base.element_size())
+        tile = tiles("reduce", gpu_model(x_TD.device), _REDUCE_RANKS, grad.base.element_size())
         reduction = Launch(
             reduce_kernel,
             tile,
@@ -427,19 +423,33 @@ def _check_columns(
         raise ValueError("activations must have adjacent columns, got transposed ones.")
 
 
-def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[int, int, int]]:
-    """Return the launches that the ranks need, each as lowest rank, highest rank, and ranks per block.
+def _rank_classes(
+    kernel: str, ranks: RankTable, x_TD: torch.Tensor, *, with_zero: bool = False, is_short: bool = False
+) -> list[tuple[int, int, Tiles, dict[str, int]]]:
+    """Return the launches that the ranks need: lowest and highest rank, settings, and the constants of both classes.
 
-    One kernel for both block sizes would need so many registers that it spills; and with one block size for all, the
-    order of sums of a small rank would depend on other tasks.
+    Narrow and wide ranks share a launch if their programs have equally many warps. In fp32 they do not: a wide program
+    needs twice as many, with which the code for both classes spills registers on an A100. Without tensor cores the GPU
+    is slower than the host in all but the shortest passes, so the second launch costs no time there.
+
+    Args:
+        kernel: "shrink", "expand" or "wgrad".
+        ranks: the segments' adapters.
+        x_TD: activations of the dtype and on the device of the launch.
+        with_zero: whether the first launch also writes the rows of segments without an adapter.
+        is_short: as for `tiles`.
     """
+    narrow, wide = (
+        tiles(kernel, gpu_model(x_TD.device), block_ranks, x_TD.element_size(), is_short=is_short)
+        for block_ranks in (NARROW_RANK, WIDE_BLOCK)
+    )
+    lowest = 0 if with_zero else 1
+    if ranks.has_narrow and ranks.has_wide and narrow.warps == wide.warps:
+        return [(lowest, MAX_JOINT_RANK, wide, {"NARROW_STAGES": narrow.stages, "WIDE_STAGES": wide.stages})]
     classes = []
-    if ranks.has_narrow:
-        classes.append((1, NARROW_RANK, NARROW_RANK))
+    if ranks.has_narrow or (with_zero and not ranks.has_wide):
+        classes.append((lowest, NARROW_RANK, narrow, {"NARROW_STAGES": narrow.stages, "WIDE_STAGES": 0}))
     if ranks.has_wide:
-        classes.append((NARROW_RANK + 1, MAX_JOINT_RANK, WIDE_BLOCK))
-    if with_zero:
-        # The first launch also writes the rows of segments without an adapter.
-        _, highest, block = classes[0] if classes else (0, 0, NARROW_RANK)
-        classes[:1] = [(0, highest, block)]
+        lowest_wide = NARROW_RANK + 1 if ranks.has_narrow else lowest
+        classes.append((lowest_wide, MAX_JOINT_RANK, wide, {"NARROW_STAGES": 0, "WIDE_STAGES": wide.stages}))
     return classes

@@ -5,6 +5,9 @@ other segments, so a NaN stays in its task. The blocks of a segment depend only 
 neighbours, and gradients are summed in a fixed order without atomics. Therefore a task gets the same bits when it
 trains alone and with others.
 
+Narrow ranks are processed in one block of 16 and wide ranks in blocks of 64. A kernel holds the code of the classes
+that its launch has, unrolled by `tl.static_range`, and each program branches to that of its segment's rank.
+
 Shape letters: T rows of the stream, D features, K features written, R rows of a slab, C columns of S, G segments;
 M rows of a block.
 """
@@ -16,6 +19,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from peft_mux.kernels.lora import tables
+
+_NARROW_RANK = tl.constexpr(tables.NARROW_RANK)
+_WIDE_BLOCK = tl.constexpr(tables.WIDE_BLOCK)
 
 
 @triton.jit
@@ -104,6 +112,12 @@ def _out_of_class(rank, lowest_rank, highest_rank):
 
 
 @triton.jit
+def _takes(rank, is_wide: tl.constexpr, NARROW_STAGES: tl.constexpr, WIDE_STAGES: tl.constexpr):
+    """Return whether a segment's rank is of a class; constant, and so no branch, if the launch has one class."""
+    return (NARROW_STAGES == 0) | (WIDE_STAGES == 0) | ((rank > _NARROW_RANK) == (is_wide == 1))
+
+
+@triton.jit
 def _of_layer(layer, first, second, third, LAYERS: tl.constexpr):
     """Return what belongs to the layer that a program works on; a constant stays one if there is a single layer."""
     if LAYERS == 1:
@@ -159,7 +173,8 @@ def shrink_kernel(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    NARROW_STAGES: tl.constexpr,
+    WIDE_STAGES: tl.constexpr,
     DROP: tl.constexpr,
     RAGGED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -173,7 +188,7 @@ def shrink_kernel(
     layer = tl.program_id(2) // (BLOCK_M // ROWS)
     adapter = layer * num_segments + segment
     rank = tl.load(rank_ptr + adapter)
-    first_rank = tl.program_id(1) * BLOCK_R
+    first_rank = tl.program_id(1) * _WIDE_BLOCK
     if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
         return
     first_row = tl.load(tile_row_ptr + tile) + tl.program_id(2) % (BLOCK_M // ROWS) * ROWS
@@ -183,8 +198,6 @@ def shrink_kernel(
     # int64, as row times stride passes 2^31 elements in long streams of wide layers.
     row = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
     row_mask = row < end_row
-    ranks = first_rank + tl.arange(0, BLOCK_R)
-    rank_mask = ranks < rank
     column = tl.arange(0, BLOCK_D)
     if DROP:
         key, threshold, counter = _dropout_state(
@@ -194,29 +207,39 @@ def shrink_kernel(
     x_ptr = _of_layer(layer, x_ptr, x_1_ptr, x_2_ptr, LAYERS)
     x_stride = _of_layer(layer, x_stride, x_1_stride, x_2_stride, LAYERS)
     w_ptr += tl.multiple_of(tl.load(w_offset_ptr + adapter), 8)
-    x_ptr = x_ptr + row[:, None] * x_stride + column[None, :]
-    w_ptr = w_ptr + ranks[:, None] * width + column[None, :]
-    sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for first_column in range(0, width, BLOCK_D):
-        x_mask = row_mask[:, None]
-        w_mask = rank_mask[:, None]
-        if RAGGED:
-            inside = (first_column + column < width)[None, :]
-            x_mask = x_mask & inside
-            w_mask = w_mask & inside
-        x = tl.load(x_ptr, mask=x_mask, other=0.0)
-        w = tl.load(w_ptr, mask=w_mask, other=0.0)
-        if DROP:
-            # Selected with `where`, not multiplied, because 0 * NaN is NaN.
-            x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
-        sums = _dot(x, tl.trans(w), sums, UPCAST)
-        x_ptr += BLOCK_D
-        w_ptr += BLOCK_D
-    # Scale and keep scale are applied to the fp32 sum, so that S is rounded only once.
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + adapter), 8)
-    s_ptr = s_ptr + row[:, None] * s_stride + ranks[None, :]
-    tl.store(s_ptr, sums.to(s_ptr.dtype.element_ty), mask=row_mask[:, None] & (ranks < _columns_of(rank))[None, :])
+    for is_wide in tl.static_range(0 if NARROW_STAGES else 1, 2 if WIDE_STAGES else 1):
+        if _takes(rank, is_wide, NARROW_STAGES, WIDE_STAGES):
+            BLOCK_R: tl.constexpr = _WIDE_BLOCK if is_wide else _NARROW_RANK
+            STAGES: tl.constexpr = WIDE_STAGES if is_wide else NARROW_STAGES
+            ranks = first_rank + tl.arange(0, BLOCK_R)
+            rank_mask = ranks < rank
+            x_block_ptr = x_ptr + row[:, None] * x_stride + column[None, :]
+            w_block_ptr = w_ptr + ranks[:, None] * width + column[None, :]
+            sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+            for first_column in tl.range(0, width, BLOCK_D, num_stages=STAGES):
+                x_mask = row_mask[:, None]
+                w_mask = rank_mask[:, None]
+                if RAGGED:
+                    inside = (first_column + column < width)[None, :]
+                    x_mask = x_mask & inside
+                    w_mask = w_mask & inside
+                x = tl.load(x_block_ptr, mask=x_mask, other=0.0)
+                w = tl.load(w_block_ptr, mask=w_mask, other=0.0)
+                if DROP:
+                    # Selected with `where`, not multiplied, because 0 * NaN is NaN.
+                    x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
+                sums = _dot(x, tl.trans(w), sums, UPCAST)
+                x_block_ptr += BLOCK_D
+                w_block_ptr += BLOCK_D
+            # Scale and keep scale are applied to the fp32 sum, so that S is rounded only once.
+            sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
+            s_block_ptr = s_ptr + row[:, None] * s_stride + ranks[None, :]
+            tl.store(
+                s_block_ptr,
+                sums.to(s_ptr.dtype.element_ty),
+                mask=row_mask[:, None] & (ranks < _columns_of(rank))[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["module_seed", "scaled", "num_segments", "lowest_rank", "highest_rank"])
@@ -255,7 +278,8 @@ def expand_kernel(
     LAYERS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    NARROW_STAGES: tl.constexpr,
+    WIDE_STAGES: tl.constexpr,
     DROP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -278,33 +302,37 @@ def expand_kernel(
     column = first_column + tl.arange(0, BLOCK_K)
     width = _of_layer(layer, K, K_1, K_2, LAYERS)
     column_mask = column < width
-    lane = tl.arange(0, BLOCK_R)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + adapter), 8)
     w_ptr += tl.multiple_of(tl.load(w_offset_ptr + adapter), 8)
-    s_ptr = s_ptr + row[:, None] * s_stride + lane[None, :]
-    w_ptr = w_ptr + lane[:, None] * width + column[None, :]
-    sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-    for first_rank in range(0, rank, BLOCK_R):
-        rank_mask = first_rank + lane < rank
-        s_mask = row_mask[:, None] & (first_rank + lane < _columns_of(rank))[None, :]
-        s = tl.load(s_ptr + first_rank, mask=s_mask, other=0.0)
-        w = tl.load(w_ptr + first_rank * width, mask=rank_mask[:, None] & column_mask[None, :], other=0.0)
-        sums = _dot(s, w, sums, UPCAST)
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
-    if DROP:
-        key, threshold, counter = _dropout_state(
-            step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, K
-        )
-        sums = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_K, True), sums, 0.0)
-    if HAS_BIAS:
-        bias_ptr = _of_layer(layer, bias_ptr, bias_1_ptr, bias_2_ptr, LAYERS)
-        sums += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    y_ptr = _of_layer(layer, y_ptr, y_1_ptr, y_2_ptr, LAYERS)
-    y_stride = _of_layer(layer, y_stride, y_1_stride, y_2_stride, LAYERS)
-    y_ptr = y_ptr + row[:, None] * y_stride + column[None, :]
-    if ADD:
-        sums += tl.load(y_ptr, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
-    tl.store(y_ptr, sums.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    for is_wide in tl.static_range(0 if NARROW_STAGES else 1, 2 if WIDE_STAGES else 1):
+        if _takes(rank, is_wide, NARROW_STAGES, WIDE_STAGES):
+            BLOCK_R: tl.constexpr = _WIDE_BLOCK if is_wide else _NARROW_RANK
+            STAGES: tl.constexpr = WIDE_STAGES if is_wide else NARROW_STAGES
+            lane = tl.arange(0, BLOCK_R)
+            s_block_ptr = s_ptr + row[:, None] * s_stride + lane[None, :]
+            w_block_ptr = w_ptr + lane[:, None] * width + column[None, :]
+            sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+            for first_rank in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+                rank_mask = first_rank + lane < rank
+                s_mask = row_mask[:, None] & (first_rank + lane < _columns_of(rank))[None, :]
+                s = tl.load(s_block_ptr + first_rank, mask=s_mask, other=0.0)
+                w = tl.load(w_block_ptr + first_rank * width, mask=rank_mask[:, None] & column_mask[None, :], other=0.0)
+                sums = _dot(s, w, sums, UPCAST)
+            sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
+            if DROP:
+                key, threshold, counter = _dropout_state(
+                    step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, K
+                )
+                sums = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_K, True), sums, 0.0)
+            if HAS_BIAS:
+                bias_ptr = _of_layer(layer, bias_ptr, bias_1_ptr, bias_2_ptr, LAYERS)
+                sums += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+            y_ptr = _of_layer(layer, y_ptr, y_1_ptr, y_2_ptr, LAYERS)
+            y_stride = _of_layer(layer, y_stride, y_1_stride, y_2_stride, LAYERS)
+            y_block_ptr = y_ptr + row[:, None] * y_stride + column[None, :]
+            if ADD:
+                sums += tl.load(y_block_ptr, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+            tl.store(y_block_ptr, sums.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit
@@ -350,7 +378,8 @@ def wgrad_kernel(
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    NARROW_STAGES: tl.constexpr,
+    WIDE_STAGES: tl.constexpr,
     DROP: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -368,13 +397,11 @@ def wgrad_kernel(
     layer, block = _column_block(tl.program_id(1), D, D_1, BLOCK_D, LAYERS)
     adapter = layer * num_segments + segment
     rank = tl.load(rank_ptr + adapter)
-    first_rank = tl.program_id(2) * BLOCK_R
+    first_rank = tl.program_id(2) * _WIDE_BLOCK
     if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
         return
     first_row = tl.load(chunk_row_ptr + chunk)
     end_row = tl.minimum(tl.load(seg_end_ptr + segment), first_row + CHUNK)
-    ranks = first_rank + tl.arange(0, BLOCK_R)
-    rank_mask = ranks < rank
     first_column = block * BLOCK_D
     column = first_column + tl.arange(0, BLOCK_D)
     width = _of_layer(layer, D, D_1, D_2, LAYERS)
@@ -385,32 +412,39 @@ def wgrad_kernel(
         key = tl.load(step_seed_ptr + segment) ^ module_seed
         threshold = tl.load(threshold_ptr + segment)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + adapter), 8)
-    # Columns first, because 16 ranks are too few rows for a warp group product of the tensor cores.
-    sums = tl.zeros((BLOCK_D, BLOCK_R), dtype=tl.float32)
-    for block_row in range(first_row, end_row, BLOCK_M):
-        row = (block_row + tl.arange(0, BLOCK_M)).to(tl.int64)
-        row_mask = row < end_row
-        s_mask = row_mask[:, None] & (ranks < _columns_of(rank))[None, :]
-        s = tl.load(s_ptr + row[:, None] * s_stride + ranks[None, :], mask=s_mask, other=0.0)
-        x_mask = row_mask[:, None] & column_mask[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
-        if DROP:
-            counter = tl.load(places_ptr + row, mask=row_mask, other=0).to(tl.uint32) * CALLS
-            x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
-        sums = _dot(tl.trans(x), s, sums, UPCAST)
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
-    gradient = tl.trans(sums)
-    place = ranks[:, None] * width + column[None, :]
-    mask = rank_mask[:, None] & column_mask[None, :]
-    if _has_one_chunk(chunk_begin_ptr, segment):
-        layer_ptr = grad_ptr + tl.multiple_of(tl.load(w_offset_ptr + adapter), 8) + place
-        if ACCUMULATE:
-            gradient += tl.load(layer_ptr, mask=mask, other=0.0)
-        tl.store(layer_ptr, gradient, mask=mask)
-    else:
-        # int64, as chunks times ranks times columns may pass 2^31.
-        first = chunk.to(tl.int64) * part_ranks * (D + D_1 + D_2) + part_ranks * _of_layer(layer, 0, D, D + D_1, LAYERS)
-        tl.store(part_ptr + first + place, gradient, mask=mask)
+    for is_wide in tl.static_range(0 if NARROW_STAGES else 1, 2 if WIDE_STAGES else 1):
+        if _takes(rank, is_wide, NARROW_STAGES, WIDE_STAGES):
+            BLOCK_R: tl.constexpr = _WIDE_BLOCK if is_wide else _NARROW_RANK
+            STAGES: tl.constexpr = WIDE_STAGES if is_wide else NARROW_STAGES
+            ranks = first_rank + tl.arange(0, BLOCK_R)
+            rank_mask = ranks < rank
+            # Columns first, because 16 ranks are too few rows for a warp group product of the tensor cores.
+            sums = tl.zeros((BLOCK_D, BLOCK_R), dtype=tl.float32)
+            for block_row in tl.range(first_row, end_row, BLOCK_M, num_stages=STAGES):
+                row = (block_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+                row_mask = row < end_row
+                s_mask = row_mask[:, None] & (ranks < _columns_of(rank))[None, :]
+                s = tl.load(s_ptr + row[:, None] * s_stride + ranks[None, :], mask=s_mask, other=0.0)
+                x_mask = row_mask[:, None] & column_mask[None, :]
+                x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
+                if DROP:
+                    counter = tl.load(places_ptr + row, mask=row_mask, other=0).to(tl.uint32) * CALLS
+                    x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
+                sums = _dot(tl.trans(x), s, sums, UPCAST)
+            sums = sums * _factor(scale_ptr, keep_scale_ptr, adapter, scaled, DROP)
+            gradient = tl.trans(sums)
+            place = ranks[:, None] * width + column[None, :]
+            mask = rank_mask[:, None] & column_mask[None, :]
+            is_whole = _has_one_chunk(chunk_begin_ptr, segment)
+            # int64, as chunks times ranks times columns may pass 2^31.
+            first = chunk.to(tl.int64) * (D + D_1 + D_2) + _of_layer(layer, 0, D, D + D_1, LAYERS)
+            whole_ptr = grad_ptr + tl.multiple_of(tl.load(w_offset_ptr + adapter), 8)
+            out_ptr = tl.where(is_whole, whole_ptr, part_ptr + first * part_ranks) + place
+            if ACCUMULATE:
+                # Masked and not branched, because a branch spills registers on an A100.
+                has_sum = (ranks < tl.where(is_whole, rank, 0))[:, None] & column_mask[None, :]
+                gradient += tl.load(out_ptr, mask=has_sum, other=0.0)
+            tl.store(out_ptr, gradient, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_segments", "part_ranks"])

@@ -9,9 +9,9 @@ Segments are contiguous and in order, and may be empty. Rows after the last segm
 them. If a stream is padded, the padding is a segment of rank 0.
 
 Tile sizes are constants: tuning at run time would synchronise, break graph capture, and make runs differ. The order of
-sums depends only on the device and the task's own rank, never on the ranks of others: ranks up to 16 and larger ones
-are launched separately. The sizes were chosen from compiled code (registers, shared memory, instructions) and byte
-counts, not from timings.
+sums depends only on the device and the task's own rank, never on the ranks of others: a program takes the code for
+ranks up to 16 or that for larger ones, whatever else its launch holds. The sizes were chosen from compiled code
+(registers, shared memory, instructions) and byte counts, not from timings.
 
 Shape letters: G segments, R rows of a factor (its rank), D columns, NT tiles, NC chunks; S is `x A^T` of all segments.
 """
@@ -258,7 +258,7 @@ class RankTable:
         rank_G: int32, the ranks.
         max_rank: the largest rank.
         has_narrow: whether there are ranks up to `NARROW_RANK`.
-        has_wide: whether there are larger ones; narrow and wide ranks have separate launches.
+        has_wide: whether there are larger ones.
         has_dropout: whether launches draw masks.
         num_columns: number of columns of S that are needed.
         num_adapters: number of ranks.

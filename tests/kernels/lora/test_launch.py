@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables, Tiles
+from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables, Tiles, tiles
 
 pytest.importorskip("triton")
 
@@ -174,14 +174,20 @@ def test_a_launch_that_does_not_fit_its_tensors_is_refused_though_another_was_pr
     assert len(started) == before
 
 
-@pytest.mark.parametrize(("rank", "block"), [(1, 16), (16, 16), (17, 64), (65, 64), (256, 64)])
-def test_a_rank_is_worked_on_once_and_in_the_same_blocks_next_to_any_other(rank: int, block: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rank", "kind"), [(1, "NARROW"), (16, "NARROW"), (17, "WIDE"), (65, "WIDE"), (256, "WIDE")])
+def test_a_rank_is_worked_on_once_and_by_the_same_code_next_to_any_other(
+    rank: int, kind: str, dtype: torch.dtype
+) -> None:
+    alone = tiles("expand", "", 16 if kind == "NARROW" else 64, dtype.itemsize)
     for others in ([], [0], [4], [40], [4, 40], [1, 256]):
         table = RankTable([rank, 0, *others], [1.0] * (2 + len(others)))
         for with_zero in (False, True):
-            launches = kernels._rank_classes(table, with_zero=with_zero)
-            assert [size for low, high, size in launches if low <= rank <= high] == [block]
-            assert len([low for low, high, _ in launches if low <= 0 <= high]) == with_zero, "rows without an adapter"
+            launches = kernels._rank_classes("expand", table, torch.empty(0, dtype=dtype), with_zero=with_zero)
+            ((tile, stages),) = [(tile, stages) for low, high, tile, stages in launches if low <= rank <= high]
+            assert (tile.columns, tile.warps, stages[f"{kind}_STAGES"]) == alone
+            assert len([low for low, high, *_ in launches if low <= 0 <= high]) == with_zero, "rows without an adapter"
+            assert len(launches) == (1 if dtype is torch.bfloat16 else table.has_narrow + table.has_wide)
 
 
 @pytest.mark.parametrize(
