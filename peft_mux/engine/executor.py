@@ -237,7 +237,7 @@ class Executor(Prepasses):
     @property
     def sees_whole_batches(self) -> bool:
         """Whether the passes of this process are all passes of each task, through all layers."""
-        return self.sync.layout.num_replicas == 1
+        return self.sync.num_replicas == 1
 
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass; nothing is changed."""

@@ -28,13 +28,14 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.parallel.cells import CellSync
 from peft_mux.parallel.divided_adapters import narrow
 from peft_mux.parallel.fsdp import ShardedBackbone, shard_backbone
 from peft_mux.parallel.layout import check_layout
 from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.parallel.pipeline.links import PipelineLinks
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
-from peft_mux.parallel.sharding import OptimizerShards
+from peft_mux.parallel.sharding import KeeperSync, OptimizerShards
 from peft_mux.parallel.task_states import gather_state
 from peft_mux.parallel.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.parallel.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
@@ -109,14 +110,16 @@ class ParallelPart(ModelPart):
         if self._links is not None and self._links.size > 1:
             # The plan determines how many passes are interleaved.
             interleaving = Interleaving(model, self._links, recomputes=args.uses_checkpointing, processes=processes)
-        sync = GradientSync(
-            model,
-            processes,
-            layout,
-            is_deferred=self._sharded is not None,
-            keeper_of=None if self._shards is None else self._shards.keeper_of,
-            reduce_dtype=torch.bfloat16 if args.reduce_dtype == "bfloat16" else None,
-        )
+        sums: dict[str, Any] = {
+            "is_deferred": self._sharded is not None,
+            "reduce_dtype": torch.bfloat16 if args.reduce_dtype == "bfloat16" else None,
+        }
+        if not layout.is_data_parallel:
+            sync: GradientSync = CellSync(model, processes, layout, **sums)
+        elif self._shards is not None:
+            sync = KeeperSync(model, processes, self._shards, **sums)
+        else:
+            sync = GradientSync(model, processes, **sums)
         shared: dict[str, Any] = {"bf16": args.bf16, "sync": sync}
         if stage is not None:
             assert plan is not None, "several stages are planned before they are cut"

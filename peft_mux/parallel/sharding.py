@@ -15,14 +15,18 @@ optimizer may be cut, so any `optim` works; there should be at least as many tas
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
+from torch import nn
 
+from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.active_task import TaskTable
 from peft_mux.engine.work import StepResult
+from peft_mux.modeling.model import MultiTaskPeftModel
 
 
 class OptimizerShards:
@@ -34,7 +38,7 @@ class OptimizerShards:
         model: the model of this process.
     """
 
-    def __init__(self, processes: Processes, table: TaskTable, model: Any) -> None:
+    def __init__(self, processes: Processes, table: TaskTable, model: MultiTaskPeftModel) -> None:
         self.processes, self.table, self.model = processes, table, model
 
     def choose_keeper(self) -> int:
@@ -60,7 +64,7 @@ class OptimizerShards:
         Raises:
             ProcessError: if another process has failed, died or hangs.
         """
-        assert result.norms is not None, "GradientSync sends the norms of keepers to all"
+        assert result.norms is not None, "KeeperSync sends the norms of keepers to all"
         outcomes = self.table.update(result.losses, [result.norms[name] for name in result.losses])
         # An optimizer raises on its keeper alone, and all processes must end its task in this step.
         own = {name: one.error for name, one in outcomes.items() if one.error}
@@ -79,3 +83,44 @@ class OptimizerShards:
             ]
         for one in pending:
             one.wait()
+
+
+class KeeperSync(GradientSync):
+    """Sums the gradients of each task for its keeper alone, and sends the norms that keepers compute to all.
+
+    Args:
+        model: the model of this process.
+        processes: the processes of the run, each of which holds the whole model.
+        shards: knows the keepers.
+        is_deferred: start all sums after the passes of this process; see `GradientSync`.
+        reduce_dtype: dtype in which gradients are sent and summed; by default their own.
+    """
+
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        processes: Processes,
+        shards: OptimizerShards,
+        *,
+        is_deferred: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, processes, is_deferred=is_deferred, reduce_dtype=reduce_dtype)
+        self._keeper_of = shards.keeper_of
+
+    @torch.no_grad()
+    def gradient_norms(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the 2-norm of the whole gradient of each task; see `GradientSync.gradient_norms`."""
+        norms_N = torch.zeros(len(tasks), device=self.processes.device)
+        for index, name in enumerate(tasks):
+            if self._keeper_of(name) == self.processes.rank:  # no other process has its gradient
+                norms_N[index] = nn.utils.get_total_norm(self._page_gradients(name))
+        self.num_bytes += norms_N.nbytes
+        self.processes.all_reduce(norms_N).wait()
+        return dict(zip(tasks, norms_N.unbind(), strict=True))
+
+    def _begin_task(self, name: str) -> None:
+        """Start summing the gradients of a task for its keeper."""
+        begin = partial(self.processes.reduce, target=self._keeper_of(name))
+        for gradient in self._page_gradients(name):
+            self._begin_sum(gradient, begin, dtype=self.reduce_dtype)

@@ -36,6 +36,7 @@ from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.parallel.cells import CellSync
 from peft_mux.parallel.fsdp import shard_backbone
 from peft_mux.parallel.layout import parse_layout
 from peft_mux.parallel.parallelize import register_parts
@@ -358,7 +359,10 @@ class Engine:
         self.share = frozen_bytes(self.model) / whole_bytes
         if case.recomputes:
             self.model.activation_checkpointing_enable()
-        sync = GradientSync(self.model, processes, self.layout, is_deferred=case.sharded)
+        if self.layout.is_data_parallel:
+            sync = GradientSync(self.model, processes, is_deferred=case.sharded)
+        else:
+            sync = CellSync(self.model, processes, self.layout, is_deferred=case.sharded)
         shared: dict[str, Any] = {"bf16": case.bf16, "sync": sync}
         if stage is not None:
             plan = plan_of(replica.pp, case.schedule, case.num_chunks, holds_back=case.holds_back)

@@ -44,6 +44,7 @@ from peft_mux.errors import PlanError
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept
+from peft_mux.parallel.cells import CellSync
 from peft_mux.parallel.fsdp import ShardedBackbone
 from peft_mux.parallel.pipeline.links import PipelineLinks
 from peft_mux.parallel.pipeline.pipeline_plan import PipelinePlan, forwards_only
@@ -192,7 +193,7 @@ class PipelineExecutor(Executor):
         """
         if self._gains is None:
             self._gains = self.plan.gains_by_windows
-        if not self._gains or not self.sync.holds_parts:
+        if not self._gains or not isinstance(self.sync, CellSync):
             return False
         for name in tasks:
             own, args = self.model.objectives.of(name), self.model.objectives.args_of(name)
@@ -239,7 +240,8 @@ class PipelineExecutor(Executor):
             require_gradients()
             self.model.prepare_pass(tasks)
             sums = [StepSums(self.model, work.tasks, self.device) for work in works]
-            barriers = BucketBarriers(self, template, stepping, sums, update)
+            assert isinstance(self.sync, CellSync), "other sums do not gain by windows"
+            barriers = BucketBarriers(self, self.sync, template, stepping, sums, update)
             self.clock.start_step()
             self._execute(template, slots, sums, barriers)
             self._share_sums(sums)
@@ -527,6 +529,7 @@ class BucketBarriers:
 
     Args:
         executor: runs the window.
+        sync: knows the gradients that this stage counts in norms.
         template: the list of each stage.
         tasks: for each bucket the names of its tasks that take the steps, in stream order; only buckets that have some.
         sums: losses of each step, complete on the last stage once backwards are done.
@@ -540,12 +543,13 @@ class BucketBarriers:
     def __init__(
         self,
         executor: PipelineExecutor,
+        sync: CellSync,
         template: PipelineTemplate,
         tasks: Mapping[int, Sequence[str]],
         sums: Sequence[StepSums],
         update: UpdateTasks,
     ) -> None:
-        self._executor, self._links, self._stage = executor, executor.links, executor.stage.stage
+        self._executor, self._sync, self._links, self._stage = executor, sync, executor.links, executor.stage.stage
         self._is_last = self._stage == template.num_stages - 1
         self._ends, self.tasks = StepEnds.of(template.actions[self._stage]), tasks
         self._sums, self._update = sums, update
@@ -565,7 +569,7 @@ class BucketBarriers:
         names = None if end is None else self.tasks.get(end.bucket)
         if end is None or names is None:
             return
-        squares_N = self._executor.sync.squared_norms(names)
+        squares_N = self._sync.squared_norms(names)
         if self._is_last:
             losses_N = torch.stack([self._sums[end.step].losses[name] for name in names])
             figures = torch.stack([losses_N.to(FIGURES_DTYPE), squares_N])

@@ -16,7 +16,7 @@ from peft_mux.scheduler.replicas.time_model import ReplicaGroup
 
 @dataclass(frozen=True, slots=True)
 class GradientExchange:
-    """Predicts the all-reduces of gradients in a step, as `peft_mux.engine.gradients` makes them.
+    """Predicts the all-reduces of gradients in a step, as `peft_mux.parallel.cells` makes them.
 
     A device of a replica <t,p> holds a p-th of each adapter. Of that, factors that tensor parallelism cuts are added
     over replicas, a t-th each; the others are added over the t devices of each replica as well. Each task has its own

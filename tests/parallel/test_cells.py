@@ -10,23 +10,16 @@ import torch
 from hypothesis import given
 
 from peft_mux.checkpoint.task_state import TaskState, take_part
-from peft_mux.engine.gradients import (
-    Bundle,
-    GradientSync,
-    TaskCells,
-    bundles,
-    divide,
-    holding_of,
-)
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ProcessError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.pieces import Piece
 from peft_mux.parallel import task_states
+from peft_mux.parallel.cells import Bundle, CellSync, TaskCells, bundles, divide, holding_of
 from peft_mux.parallel.layout import parse_layout
 from peft_mux.parallel.task_states import join_parts
 from tests.engine import lab
-from tests.engine.gradients import cell_cases as cases
+from tests.parallel import cell_cases as cases
 from tests.parallel.tensor.test_parallel import shard
 
 
@@ -146,7 +139,7 @@ class Both(Processes):
 
 def test_two_shards_send_the_partial_sums_alone_and_parts_that_are_no_whole_are_an_error() -> None:
     layout = parse_layout("<2,1>")
-    sync = GradientSync(shard(0), Both(shard(1)), layout)
+    sync = CellSync(shard(0), Both(shard(1)), layout)
     sync.exchange_holdings(["b"])
     # q_proj is column-parallel, o_proj row-parallel: A of the one, B of the other.
     assert sum(bundle.num_bytes for bundle in sync.cells_of("b").bundles) == 4 * 2 * 3 * lab.HIDDEN_SIZE * 4
@@ -155,7 +148,7 @@ def test_two_shards_send_the_partial_sums_alone_and_parts_that_are_no_whole_are_
         (lab.mux_model(), lab.mux_model(lab.Case("gpt2")), "layers.*each replica must have the whole gradient"),
     ):
         own = layout if "no process" in said else parse_layout("<1,1>x2")
-        sync = GradientSync(one, Both(other), own)
+        sync = CellSync(one, Both(other), own)
         with pytest.raises(ProcessError, match=f'task "b", .*{said}'):
             sync.exchange_holdings(["b"])
 

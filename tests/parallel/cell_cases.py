@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from peft_mux.engine.gradients import HeldPage, HeldParameter, Holding
 from peft_mux.modeling.pieces import Piece
+from peft_mux.parallel.cells import HeldPage, HeldParameter, Holding
 from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 
 KINDS = ("rows", "columns", "fused", "partial", "doubled")
