@@ -8,21 +8,20 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft_mux.adapters.prompt_kind import PromptKind
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.engine.tasks.active_task import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
-from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.lora.config import convert
-from peft_mux.modeling.backbone.modules import head_kind_of
+from peft_mux.modeling.adapters.kind import WEIGHTS_ARE_READ, AdapterKind, kind_of
+from peft_mux.modeling.adapters.lora.config import INITIALISED_FROM_WEIGHTS, convert
+from peft_mux.modeling.backbone.modules import head_kind_for, head_kind_of
 from peft_mux.modeling.objectives.objective import WORDS
 from peft_mux.modeling.objectives.task_objective import columns_of
-from peft_mux.parallel.divided_adapters import divided_kind_faults, divided_model_faults
 from peft_mux.parallel.families import family_of
-from peft_mux.parallel.tensor.cut import blocks_of
+from peft_mux.parallel.tensor.cut import CAN_BE_CUT, blocks_of
 from peft_mux.scheduler.parallel_layout import ParallelConfig, ParallelLayout
 
 AUTO = "auto"
@@ -235,13 +234,53 @@ def _sharding_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, *
     return [*faults, Fault(where, got, allowed, fix)]
 
 
+_OF_WHOLE_MODELS: Mapping[str, str] = {
+    "use_dora": "it reads whole rows of frozen weights",
+    "lora_bias": "its biases are not divided",
+    "use_bdlora": "its blocks are not divided",
+    "init_lora_weights": "it decomposes whole frozen weights",
+    "bias": "biases of the backbone are not divided",
+    "modules_to_save": "copies of modules are not divided",
+    "trainable_token_indices": "rows of embeddings are not divided",
+}
+"""Why some fields can be honoured only by a process that holds the whole backbone."""
+
+
 def _divided_faults(tasks: Sequence[ResolvedTask], layout: str) -> list[Fault]:
-    """Return a fault for each field that needs the whole backbone in one process."""
-    return [
-        fault
-        for task in tasks
-        for fault in divided_model_faults(task.peft_config, f"tasks.{task.name}.peft_config", layout)
-    ]
+    """Return a fault for every field of a task that needs the whole backbone in one process."""
+    faults = []
+    for task in tasks:
+        heads = head_kind_for(task.peft_config.task_type).trained_modules
+        for name, reason in _OF_WHOLE_MODELS.items():
+            value = getattr(task.peft_config, name, None)
+            if value in (None, False, "none") or (name == "modules_to_save" and set(value) <= set(heads)):
+                continue
+            if name == "init_lora_weights" and not str(value).startswith(INITIALISED_FROM_WEIGHTS):
+                continue
+            fix = f"Not supported there: {reason}. Give every process the whole model."
+            where = f"tasks.{task.name}.peft_config.{name}"
+            faults.append(Fault(where, f"{shown(value)} with {layout}", "its default", fix))
+    return faults
+
+
+def divided_kind_faults(kind: AdapterKind, layout: ParallelLayout, where: str) -> list[Fault]:
+    """Return why a task of a kind cannot be trained in a layout of processes.
+
+    Every layer must be whole if it cannot be cut, and all layers must be in one process if they depend on one another.
+
+    Args:
+        kind: the kind of the task's adapter.
+        layout: the layout of the processes.
+        where: prefix of the fields, such as `tasks.sql`.
+    """
+    if kind.name not in CAN_BE_CUT and layout.is_tensor_parallel:
+        reason = "its layers are not cut"
+    else:
+        reason = kind.entry.spans_layers or (WEIGHTS_ARE_READ if kind.entry.reads_weights else "")
+    if not reason or layout.is_data_parallel:
+        return []
+    got, fix = f"{kind.title} with replicas {layout}", f"Reason: {reason}. Give every process the whole model."
+    return [Fault(f"{where}.peft_config", got, "another PEFT type with this layout", fix)]
 
 
 def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[ResolvedTask], backbone: Any) -> list[Fault]:

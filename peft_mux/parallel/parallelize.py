@@ -29,7 +29,6 @@ from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.parallel.cells import CellSync
-from peft_mux.parallel.divided_adapters import narrow
 from peft_mux.parallel.fsdp import ShardedBackbone, shard_backbone
 from peft_mux.parallel.layout import check_layout
 from peft_mux.parallel.pipeline.executor import PipelineExecutor
@@ -235,3 +234,11 @@ def register_parts(
             model.stream.clear_tables()
         model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(drawn)
     complete_tasks(model, tasks)
+
+
+def narrow(config: Any, modules: Sequence[str]) -> None:
+    """Let a copy of a configuration adapt exactly the modules of these full names, those of one stage."""
+    config.target_modules = list(modules)
+    for field in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"):
+        if hasattr(config, field):
+            setattr(config, field, None)

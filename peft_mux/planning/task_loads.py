@@ -17,7 +17,7 @@ from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.layer import NAME as LORA
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.parallel.divided_adapters import cut_dim
+from peft_mux.parallel.tensor.cut import cut_dim
 from peft_mux.planning.model_shape import CutLayers
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 

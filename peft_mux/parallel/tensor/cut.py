@@ -21,8 +21,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.adapters.lora.layer import NAME as LORA
 from peft_mux.modeling.pieces import PassThrough
 from peft_mux.parallel.families import family_of
+
+CAN_BE_CUT = frozenset({LORA})
+"""Names of the kinds whose adapters tensor parallelism can cut."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Indices that a tensor parallel rank holds, as ascending (start, end) pairs."""
@@ -212,3 +216,16 @@ def held_ranges(parts: Sequence[int], tp_rank: int, tp_size: int) -> Ranges:
         ranges.append((first, last))
         start += size
     return tuple(ranges)
+
+
+def cut_dim(parameter_name: str, *, is_row: bool) -> int | None:
+    """Return which dimension of an adapter's parameter tensor parallelism cuts; `None` if every shard holds it whole.
+
+    Of LoRA's A that is the input dimension if the layer is cut by its inputs, of B otherwise the output dimension.
+
+    Args:
+        parameter_name: PEFT's name of a parameter of an adapter on a layer that is cut.
+        is_row: whether the layer is cut by its inputs; otherwise by its outputs.
+    """
+    factor, dim = (".lora_A.", 1) if is_row else (".lora_B.", 0)
+    return dim if factor in parameter_name and parameter_name.endswith(".weight") else None

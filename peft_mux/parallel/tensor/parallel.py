@@ -36,8 +36,7 @@ from peft_mux.modeling.adapters.lora.layer import rows_needed_now
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.pieces import PassThrough, Piece
-from peft_mux.parallel.divided_adapters import CAN_BE_CUT, cut_adapters, cut_dim
-from peft_mux.parallel.tensor.cut import Block, Ranges, blocks_of, features, held_ranges
+from peft_mux.parallel.tensor.cut import CAN_BE_CUT, Block, Ranges, blocks_of, cut_dim, features, held_ranges
 from peft_mux.parallel.tensor.regions import (
     VocabParallelHead,
     count_own_heads,
@@ -299,7 +298,11 @@ class TensorParallelModel:
         if layer is base:
             return
         setattr(layer, size_name, cut.num_held)
-        cut_adapters(layer, cut)
+        for linear in (layer.lora_A if cut.is_row else layer.lora_B).values():
+            linear.weight.data = cut.take(linear.weight.data, 1 if cut.is_row else 0)
+            # One of the whole shape would not fit any more.
+            linear.weight.grad = None
+            setattr(linear, size_name, cut.num_held)
 
     def _cut_head(self, cut: LayerCut) -> None:
         """Keep the rows of this rank's words; a view if the weight is tied to the embedding, which stays whole."""

@@ -17,7 +17,7 @@ from peft_mux.adapters.prompt_kind import PromptKind
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import kind_of, kind_of_parameter
 from peft_mux.parallel.cuda_graphs import reason_against
-from peft_mux.parallel.divided_adapters import divided_kind_faults
+from peft_mux.parallel.layout import divided_kind_faults
 from peft_mux.planning.task_loads import adapter_loads
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.adapters.prompts import prompt_cases as prompts

@@ -29,7 +29,9 @@ from peft_mux.modeling.adapters.kind import (
     kind_of_layer,
     kind_of_parameter,
 )
-from peft_mux.parallel.divided_adapters import CAN_BE_CUT, cut_dim, divided_kind_faults, narrow
+from peft_mux.parallel.layout import divided_kind_faults
+from peft_mux.parallel.parallelize import narrow
+from peft_mux.parallel.tensor.cut import CAN_BE_CUT, cut_dim
 from peft_mux.planning.task_loads import adapter_loads
 from peft_mux.scheduler.parallel_layout import ParallelLayout
 from tests.invariants import mux_lab as lab

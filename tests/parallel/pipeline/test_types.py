@@ -14,7 +14,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
 from peft_mux.modeling.adapters.kind import KINDS, Category
-from peft_mux.parallel.divided_adapters import divided_kind_faults
+from peft_mux.parallel.layout import divided_kind_faults
 from peft_mux.parallel.parallelize import register_parts
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel, load_stage
 from peft_mux.scheduler.parallel_layout import ParallelLayout
