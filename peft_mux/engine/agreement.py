@@ -49,13 +49,15 @@ def require_consistent(processes: Processes, facts: Mapping[str, Any]) -> None:
     """
     if processes.is_alone:
         return
-    given = [_flatten(json.loads(one)) for one in processes.gather(json.dumps(facts, default=str, sort_keys=True))]
+    given = [_flatten(json.loads(text)) for text in processes.gather(json.dumps(facts, default=str, sort_keys=True))]
     faults = []
-    for name in dict.fromkeys(name for own in given for name in own):
-        values = [own.get(name, _NONE) for own in given]
+    for name in dict.fromkeys(name for facts_of_rank in given for name in facts_of_rank):
+        values = [facts_of_rank.get(name, _NONE) for facts_of_rank in given]
         # The majority counts as right, so that the error names the process that differs.
         usual = Counter(values).most_common(1)[0][0]
-        shown = [one if len(one) <= _MAX_CHARACTERS else f"{one[:_MAX_CHARACTERS]}..." for one in (*values, usual)]
+        shown = [
+            value if len(value) <= _MAX_CHARACTERS else f"{value[:_MAX_CHARACTERS]}..." for value in (*values, usual)
+        ]
         faults += [
             Fault(
                 f"rank {rank}: {name}",
@@ -84,10 +86,10 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a digest of the bits, shapes and dtypes of tensors by name; their order does not matter."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        own = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tuple(own.shape)} {own.dtype}".encode())
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         # As raw bytes, since numpy has no bfloat16, and since -0.0 and 0.0 are different weights.
-        digest.update(own.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -151,25 +153,25 @@ class Agreement:
         microseconds = (round(seconds * 1e6) for seconds in (last_step_s, last_passes_s))
         digest = _digest([step, standing, replicas, list(requests)])
         seen = self.processes.exchange([digest, int(wants_stop), num_commands, *microseconds])
-        stops = any(one[1] for one in seen)
-        self.has_commands = any(one[2] for one in seen)
-        self.slowest_s = max(one[3] for one in seen) / 1e6
-        self.passes_s = tuple(one[4] / 1e6 for one in seen)
+        stops = any(numbers[1] for numbers in seen)
+        self.has_commands = any(numbers[2] for numbers in seen)
+        self.slowest_s = max(numbers[3] for numbers in seen) / 1e6
+        self.passes_s = tuple(numbers[4] / 1e6 for numbers in seen)
         # In the usual case a few numbers are enough; objects are gathered only if processes differ.
-        if _are_equal([one[0] for one in seen]):
+        if _are_equal([numbers[0] for numbers in seen]):
             return {}, stops
         ends = [[task.status.value, task.reason] for task in tasks]
         gathered = self.processes.gather([step, standing, ends, replicas, ", ".join(requests) or "none"])
         steps, standings, endings, targets, asked = zip(*gathered, strict=True)
-        _require_equal("replicas to move to", [one or "none" for one in targets])
+        _require_equal("replicas to move to", [target or "none" for target in targets])
         _require_equal("step of the run", steps)
-        _require_equal("tasks", [", ".join(name for name, *_ in one) for one in standings])
+        _require_equal("tasks", [", ".join(name for name, *_ in standing_of_rank) for standing_of_rank in standings])
         _require_equal("requests of callbacks", asked)
         merged: dict[str, tuple[TaskStatus, str]] = {}
         for place, task in enumerate(tasks):
-            states = [one[place][1:3] for one in standings]
+            states = [standing_of_rank[place][1:3] for standing_of_rank in standings]
             if _are_equal(states):
-                rates = [one[place][3] for one in standings]
+                rates = [standing_of_rank[place][3] for standing_of_rank in standings]
                 if not _are_equal(rates):
                     merged[task.name] = TaskStatus.FAILED, _difference("learning_rate", rates, _SET_EVERYWHERE)
                 continue
@@ -177,7 +179,7 @@ class Agreement:
             ended = [rank for rank, (state, _) in enumerate(states) if state == _ENDED]
             status, reason = endings[ended[0]][place] if ended else ("", "")
             if status not in _MERGEABLE or any(state not in (_ENDED, "running") for state, _ in states):
-                pairs = zip(states, (one[place] for one in endings), strict=True)
+                pairs = zip(states, (ends_of_rank[place] for ends_of_rank in endings), strict=True)
                 shown = [f"{status} at step {own_step}" for (_, own_step), (status, _) in pairs]
                 raise ProcessError(_difference(f'task "{task.name}"', shown, _CALL_EVERYWHERE))
             if self.processes.rank not in ended:
@@ -206,7 +208,7 @@ class Agreement:
         own_rows = {name: _digest_of_rows(batch) for name, batch in batches.items()}
         rates = {task.name: _rates(task) for task in tasks}
         digest = _digest([list(own_rows.items()), failures, list(order), rates])
-        if _are_equal([one[0] for one in self.processes.exchange([digest])]):
+        if _are_equal([numbers[0] for numbers in self.processes.exchange([digest])]):
             return batches, failures
         everywhere = self.processes.gather([own_rows, failures, list(order), rates])
         # Processes that could read a task's rows must have read the same ones. A task with neither rows nor a
@@ -221,7 +223,7 @@ class Agreement:
                 ]
                 fix = "Give every process the same rows in the same order; each global batch is divided among them."
                 raise ProcessError(_difference(f'rows of task "{name}"', shown, fix))
-            rates_of_all = [one[3].get(name) for one in everywhere]
+            rates_of_all = [seen[3].get(name) for seen in everywhere]
             if None not in rates_of_all and not _are_equal(rates_of_all):
                 merged[name] = _difference("learning_rate", rates_of_all, _SET_EVERYWHERE)
             for rank, (rows, failed, *_) in enumerate(everywhere):
@@ -230,7 +232,7 @@ class Agreement:
                 elif name not in rows:
                     merged.setdefault(name, f"failed on rank {rank}")
         # Checked after failures, because a task that failed on one process is missing from its plan.
-        orders = [", ".join(name for name in one[2] if name not in merged) for one in everywhere]
+        orders = [", ".join(name for name in seen[2] if name not in merged) for seen in everywhere]
         _require_equal("plan", orders, "Use equal devices.")
         return {name: batch for name, batch in batches.items() if name not in merged}, merged
 
@@ -242,13 +244,13 @@ def _rates(task: ActiveTask) -> str:
     return ", ".join(sorted({str(group.get("lr")) for group in task.optimizer.optimizer.param_groups}))
 
 
-def _require_equal(what: str, found: Sequence[Any], fix: str = _CALL_EVERYWHERE) -> None:
-    if not _are_equal(found):
-        raise ProcessError(_difference(what, found, fix))
+def _require_equal(what: str, values: Sequence[Any], fix: str = _CALL_EVERYWHERE) -> None:
+    if not _are_equal(values):
+        raise ProcessError(_difference(what, values, fix))
 
 
-def _difference(what: str, found: Sequence[Any], fix: str) -> str:
-    listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+def _difference(what: str, values: Sequence[Any], fix: str) -> str:
+    listed = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     return f"{what} must be the same on every process, got {listed}. {fix}"
 
 

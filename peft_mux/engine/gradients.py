@@ -126,8 +126,8 @@ class GradientSync:
         # Only a process with rows of a task can see its loss function fail, and all must report the same reason.
         if any(self.model.objectives.of(name).name == OWN for name in result.losses):
             failures = {}
-            for own in self.processes.gather(result.loss_failures):
-                failures = {**own, **failures}
+            for failures_of_rank in self.processes.gather(result.loss_failures):
+                failures = {**failures_of_rank, **failures}
         return replace(result, losses=losses, statistics=statistics, norms=norms, loss_failures=failures)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:

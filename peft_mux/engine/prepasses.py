@@ -64,13 +64,13 @@ class Prepasses:
         counting = [name for name in tasks if objectives.of(name).num_batch_values(objectives.args_of(name))]
         if counting:
             ready = self._with_batch_values(ready, counting, total)
-            ready = tuple(_of_pass(self.model, one, counting, is_reference_pass=False) for one in ready)
+            ready = tuple(_of_pass(self.model, micro_batch, counting, is_reference_pass=False) for micro_batch in ready)
         balanced = [name for name in tasks if self.model.adapter_of(name) in self.model.router_loss.coefficients]
         return self._with_router_totals(ready, balanced, total) if balanced and total is not None else ready
 
     def _with_references(self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str]) -> tuple[MuxBatch, ...]:
         """Add the log-probabilities of the reference, for rows that do not bring them."""
-        model, chosen = self.model, []
+        model, chosen, parts = self.model, [], []
         for micro_batch in micro_batches:
             lacking = []
             for index, name in enumerate(micro_batch.task_names):
@@ -79,19 +79,21 @@ class Prepasses:
                 if name in tasks and not (wanted and brought.issuperset(wanted)):
                     lacking.append(index)
             chosen.append(lacking)
-        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
-        own = [name for name in tasks if name in model.registry.references]
+            if lacking:
+                parts.append(_of_tasks(micro_batch, lacking))
+        referenced = [name for name in tasks if name in model.registry.references]
         # A reference depends on the row alone, so no dropout of the backbone may be drawn.
-        evaluating, frozen = in_mode(model, training=False), model.stream.without_adapters(but=own)
-        with evaluating, model.registry.reference_weights(own), frozen:
-            found = iter(self.forward_terms(parts))
+        evaluating, frozen = in_mode(model, training=False), model.stream.without_adapters(but=referenced)
+        with evaluating, model.registry.reference_weights(referenced), frozen:
+            terms = iter(self.forward_terms(parts))
         ready = []
-        for micro_batch, own in zip(micro_batches, chosen, strict=True):
-            nll_M = next(found) if own else None
+        for micro_batch, indices in zip(micro_batches, chosen, strict=True):
+            nll_M = next(terms) if indices else None
             if nll_M is not None:
                 columns = list(micro_batch.target_columns)
-                counts = [micro_batch.target_offsets[index + 1] - micro_batch.target_offsets[index] for index in own]
-                for index, part in zip(own, nll_M.split(counts), strict=True):
+                offsets = micro_batch.target_offsets
+                counts = [offsets[index + 1] - offsets[index] for index in indices]
+                for index, part in zip(indices, nll_M.split(counts), strict=True):
                     columns[index] = {**columns[index], REFERENCE: -part}
                 micro_batch = replace(micro_batch, target_columns=tuple(columns))
             ready.append(micro_batch)
@@ -110,18 +112,18 @@ class Prepasses:
         parts = [_of_pass(model, part, tasks, is_reference_pass=True) for part in _with_tasks(micro_batches, tasks)]
         for part, nll_M in zip(parts, self.forward_terms(parts), strict=True):
             for outputs in () if nll_M is None else token_outputs(nll_M, part.to(model.device)):
-                own = objectives.of(outputs.task).batch_values(outputs, objectives.args_of(outputs.task))
-                sums[outputs.task] = sums[outputs.task] + own.detach()
+                batch_values = objectives.of(outputs.task).batch_values(outputs, objectives.args_of(outputs.task))
+                sums[outputs.task] = sums[outputs.task] + batch_values.detach()
         values = self.shared(torch.cat(list(sums.values())))
         values = values if total is None else total(values)
-        found = dict(zip(sums, values.split([len(one) for one in sums.values()]), strict=True))
-        return _with_row_values(micro_batches, BATCH_VALUES, found)
+        values_of_task = dict(zip(sums, values.split([len(task_sums) for task_sums in sums.values()]), strict=True))
+        return _with_row_values(micro_batches, BATCH_VALUES, values_of_task)
 
     def _with_router_totals(
         self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str], total: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[MuxBatch, ...]:
         """Add what routers do with the tokens of each task's global batch, unless one pass here holds all of them."""
-        model, passes = self.model, Counter(name for one in micro_batches for name in one.task_names)
+        model, passes = self.model, Counter(name for micro_batch in micro_batches for name in micro_batch.task_names)
         tasks = [name for name in tasks if not self.sees_whole_batches or passes[name] > 1]
         if not tasks:
             return micro_batches
@@ -129,8 +131,8 @@ class Prepasses:
             self.forward_terms(_with_tasks(micro_batches, tasks))
         none = torch.zeros(2, model.router_loss.num_experts, device=model.device)
         totals = torch.stack([counted.get(model.adapter_of(name), none) for name in tasks])
-        found = dict(zip(tasks, total(self.summed_over_stages(totals)).unbind(), strict=True))
-        return _with_row_values(micro_batches, ROUTER_TOTALS, found)
+        totals_of_task = dict(zip(tasks, total(self.summed_over_stages(totals)).unbind(), strict=True))
+        return _with_row_values(micro_batches, ROUTER_TOTALS, totals_of_task)
 
 
 def _of_tasks(micro_batch: MuxBatch, indices: Sequence[int]) -> MuxBatch:
@@ -138,24 +140,28 @@ def _of_tasks(micro_batch: MuxBatch, indices: Sequence[int]) -> MuxBatch:
         return micro_batch
     part = micro_batch.of_tasks(indices)
     # Rows of these losses are whole; the parts of other tasks' long rows next to them are gone.
-    return replace(part, parts=()) if all(one.is_whole for one in part.parts) else part
+    return replace(part, parts=()) if all(sequence_part.is_whole for sequence_part in part.parts) else part
 
 
 def _with_tasks(micro_batches: Sequence[MuxBatch], tasks: Sequence[str]) -> list[MuxBatch]:
     """Return the parts of micro-batches with only some tasks; those with none of them are left out."""
-    chosen = [[index for index, name in enumerate(one.task_names) if name in tasks] for one in micro_batches]
-    return [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
+    parts = []
+    for micro_batch in micro_batches:
+        indices = [index for index, name in enumerate(micro_batch.task_names) if name in tasks]
+        if indices:
+            parts.append(_of_tasks(micro_batch, indices))
+    return parts
 
 
 def _with_row_values(
-    micro_batches: Sequence[MuxBatch], key: str, found: Mapping[str, torch.Tensor]
+    micro_batches: Sequence[MuxBatch], key: str, values: Mapping[str, torch.Tensor]
 ) -> tuple[MuxBatch, ...]:
     """Return micro-batches in which the rows of some tasks have another value, given by task."""
     ready = []
     for micro_batch in micro_batches:
         names = micro_batch.task_names
         pairs = zip(names, micro_batch.row_values or [{} for _ in names], strict=True)
-        rows = tuple({**own, key: found[name]} if name in found else own for name, own in pairs)
+        rows = tuple({**given, key: values[name]} if name in values else given for name, given in pairs)
         ready.append(replace(micro_batch, row_values=rows))
     return tuple(ready)
 
@@ -171,7 +177,7 @@ def _of_pass(
     kept: list[bool] = []
     for index, name in enumerate(micro_batch.task_names):
         first, last = micro_batch.row_offsets[index], micro_batch.row_offsets[index + 1]
-        own = model.objectives.of(name).prepass_sequence if name in tasks else None
+        read_place = model.objectives.of(name).prepass_sequence if name in tasks else None
         for count in micro_batch.row_sequences[first:last]:
-            kept += [own is None or (place == own) == is_reference_pass for place in range(count)]
+            kept += [read_place is None or (place == read_place) == is_reference_pass for place in range(count)]
     return micro_batch if all(kept) else micro_batch.of_sequences(kept)

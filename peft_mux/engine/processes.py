@@ -184,19 +184,19 @@ class Processes:
 
     def close_group(self, group: Any) -> None:
         """Close a group that `open_group` returned; nothing happens if a failure has closed all of them."""
-        if not any(one is group for one in self._opened):
+        if not any(opened is group for opened in self._opened):
             return
-        self._opened = [one for one in self._opened if one is not group]
+        self._opened = [opened for opened in self._opened if opened is not group]
         _end(group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a small plain value of every process, by rank."""
         if self.is_alone:
             return [value]
-        found: list[Any] = [None] * self.world_size
+        values: list[Any] = [None] * self.world_size
         with self.communicating("an exchange"):
-            dist.all_gather_object(found, value, group=self._gloo_group)
-        return found
+            dist.all_gather_object(values, value, group=self._gloo_group)
+        return values
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return integers of at most 63 bits of every process, by rank, as many of each: the cheap way, for every step.
@@ -205,11 +205,11 @@ class Processes:
         """
         if self.is_alone:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        received = [torch.empty_like(sent) for _ in range(self.world_size)]
         with self.communicating("the exchange before a step"):
-            dist.all_gather(found, own, group=self._gloo_group)
-        return [one.tolist() for one in found]
+            dist.all_gather(received, sent, group=self._gloo_group)
+        return [numbers_of_rank.tolist() for numbers_of_rank in received]
 
     def wait_for_all(self) -> None:
         """Block until every process reaches this call."""
@@ -269,10 +269,10 @@ class Processes:
         Args:
             source: rank of the process that calls `send`.
         """
-        found: list[Any] = [None]
+        received: list[Any] = [None]
         with self.communicating(f"the state of rank {source}"):
-            dist.recv_object_list(found, src=source, group=self._gloo_group)
-            value, num_bytes = found[0]
+            dist.recv_object_list(received, src=source, group=self._gloo_group)
+            value, num_bytes = received[0]
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
             if num_bytes:
                 dist.recv(buffer, src=source, group=self._gloo_group)
@@ -336,8 +336,8 @@ class Processes:
         return True
 
     def _device_groups(self) -> list[Any]:
-        own = (self._device_group, *self._groups.values(), *self._opened)
-        groups = {id(group): group for group in own if group is not None and group is not self._gloo_group}
+        all_groups = (self._device_group, *self._groups.values(), *self._opened)
+        groups = {id(group): group for group in all_groups if group is not None and group is not self._gloo_group}
         return list(groups.values())
 
     @contextmanager

@@ -42,9 +42,9 @@ class StepSums:
         """Add the result of one pass."""
         for name, loss in zip(output.task_names, output.losses.unbind(), strict=True):
             self.losses[name] = self.losses[name] + loss
-        for name, own in zip(output.task_names, output.statistics, strict=False):
-            if own is not None:
-                self.statistics[name] = self.statistics[name] + own
+        for name, statistics_K in zip(output.task_names, output.statistics, strict=False):
+            if statistics_K is not None:
+                self.statistics[name] = self.statistics[name] + statistics_K
 
 
 def pack(losses: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -202,8 +202,8 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
     """
     # By rank and then by the holder's own order. All processes have the same pieces and therefore get the same order.
     held_by: dict[str, dict[int, Piece]] = {}
-    for rank, own in enumerate(pieces):
-        for name, piece in own.items():
+    for rank, held in enumerate(pieces):
+        for name, piece in held.items():
             held_by.setdefault(name, {})[rank] = piece
     cells = []
     for name, held in held_by.items():
@@ -218,10 +218,10 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
         size = shape[dim] if shape else 1
         ranges = {rank: ((0, size),) if piece.is_whole else piece.ranges for rank, piece in held.items()}
         # Cut at the boundaries of all processes: between two of them each process holds all or nothing (L 4.1).
-        cuts = sorted({0, size}.union(*(edge for own in ranges.values() for edge in own)))
+        cuts = sorted({0, size}.union(*(edge for parts in ranges.values() for edge in parts)))
         for start, end in zip(cuts, cuts[1:], strict=False):
             holders = tuple(
-                sorted(rank for rank, own in ranges.items() if any(a <= start and end <= b for a, b in own))
+                sorted(rank for rank, parts in ranges.items() if any(a <= start and end <= b for a, b in parts))
             )
             adders = tuple(rank for rank in holders if held[rank].adds)
             if not adders:
@@ -262,20 +262,21 @@ def bundles(cells: Sequence[Cell], holdings: Sequence[Holding]) -> tuple[Bundle,
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)
-    found: list[Bundle] = []
+    all_bundles: list[Bundle] = []
     in_place: set[str] = set()
     for page, ranks in ranks_of_page.items():
-        own = [cell for parameter in page.parameters for cell in by_name[parameter.name]]
+        page_cells = [cell for parameter in page.parameters for cell in by_name[parameter.name]]
         # Then the flat page itself is the buffer, without a copy.
-        if len(ranks) > 1 and own and all(cell.holders == cell.adders == ranks for cell in own):
-            found.append(Bundle(ranks, page.dtype, tuple(own), page))
-            in_place.update(cell.name for cell in own)
+        if len(ranks) > 1 and page_cells and all(cell.holders == cell.adders == ranks for cell in page_cells):
+            all_bundles.append(Bundle(ranks, page.dtype, tuple(page_cells), page))
+            in_place.update(cell.name for cell in page_cells)
     packed: dict[tuple[tuple[int, ...], torch.dtype], list[Cell]] = {}
     for cell in cells:
         if len(cell.holders) > 1 and cell.name not in in_place:
             # One buffer for all cells with the same holders, to pay the latency of an all-reduce only once.
             packed.setdefault((cell.holders, dtypes[cell.name]), []).append(cell)
-    return (*found, *(Bundle(ranks, dtype, tuple(own)) for (ranks, dtype), own in packed.items()))
+    all_bundles += [Bundle(ranks, dtype, tuple(members)) for (ranks, dtype), members in packed.items()]
+    return tuple(all_bundles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,26 +302,26 @@ class TaskCells:
     in_place: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, rank: int, own: Holding, cells: tuple[Cell, ...], found: Sequence[Bundle]) -> TaskCells:
+    def of(cls, rank: int, holding: Holding, cells: tuple[Cell, ...], all_bundles: Sequence[Bundle]) -> TaskCells:
         """Return the view of one process; the first holder of a cell counts it.
 
         Args:
             rank: rank of the process.
-            own: pages of the task that the process holds.
+            holding: pages of the task that the process holds.
             cells: all cells of the task, over all processes.
-            found: all bundles of the task, over all processes.
+            all_bundles: all bundles of the task, over all processes.
         """
         pages, counted = [], {cell: None for cell in cells if cell.holders[0] == rank}
-        for number, page in enumerate(own):
+        for number, page in enumerate(holding):
             names = {parameter.name for parameter in page.parameters}
             held = [cell for cell in cells if cell.name in names and rank in cell.holders]
             # A page that is counted completely needs one norm; its cells would need one kernel each.
             if all(cell in counted for cell in held):
                 pages.append(number)
                 counted = {cell: None for cell in counted if cell.name not in names}
-        taken = tuple(bundle for bundle in found if rank in bundle.holders)
-        in_place = tuple(None if bundle.page is None else own.index(bundle.page) for bundle in taken)
-        return cls(rank, pieces_of(own), cells, taken, tuple(pages), tuple(counted), in_place)
+        taken = tuple(bundle for bundle in all_bundles if rank in bundle.holders)
+        in_place = tuple(None if bundle.page is None else holding.index(bundle.page) for bundle in taken)
+        return cls(rank, pieces_of(holding), cells, taken, tuple(pages), tuple(counted), in_place)
 
 
 # ------------------------------------------------------------------ the sums of a step
@@ -376,10 +377,10 @@ class CellSync(GradientSync):
         everywhere = self.processes.gather({name: holding_of(self.model, name) for name in new})
         groups: dict[tuple[int, ...], None] = {}
         for name in new:
-            holdings = [own[name] for own in everywhere]
+            holdings = [held[name] for held in everywhere]
             try:
                 cells = divide([pieces_of(holding) for holding in holdings])
-                found = bundles(cells, holdings)
+                task_bundles = bundles(cells, holdings)
             except ValueError as error:
                 raise ProcessError(f'task "{name}", {error}') from error
             for cell in cells:
@@ -392,8 +393,8 @@ class CellSync(GradientSync):
                     )
             # Includes bundles of other processes, because `new_group` is collective over the run. A dict keeps the
             # same order everywhere.
-            groups |= dict.fromkeys(bundle.holders for bundle in found)
-            self._tasks[name] = adapters[name], TaskCells.of(rank, holdings[rank], cells, found)
+            groups |= dict.fromkeys(bundle.holders for bundle in task_bundles)
+            self._tasks[name] = adapters[name], TaskCells.of(rank, holdings[rank], cells, task_bundles)
         self.processes.create_groups(groups)
 
     def cells_of(self, name: str) -> TaskCells:
@@ -449,8 +450,8 @@ class CellSync(GradientSync):
 
     def _gradients(self, name: str) -> dict[str, torch.Tensor]:
         """Return the gradients of this process by parameter."""
-        found = {}
+        gradients = {}
         for key, parameter in self.model.task_parameters(name).items():
             assert parameter.grad is not None, "gradients are bound before a step"
-            found[key] = parameter.grad
-        return found
+            gradients[key] = parameter.grad
+        return gradients

@@ -187,7 +187,7 @@ class CapturedPasses(ChainRunner):
         """Drop what belongs to adapters or gradients that have moved: such graphs can never be replayed."""
         for key in [key for key in self._passes if not self._is_current(key[0])]:
             del self._passes[key]
-        self._refused = {one for one in self._refused if self._is_current(one)}
+        self._refused = {composition for composition in self._refused if self._is_current(composition)}
         self._seen = {key for key in self._seen if self._is_current(key[0])}
         self._least = {key: shape for key, shape in self._least.items() if self._is_current(key[0])}
 
@@ -196,12 +196,12 @@ class CapturedPasses(ChainRunner):
 
         Sequences without tokens, and a bound that no sequence reaches, cost nothing whatever the number of tokens is.
         """
-        own = self._least.setdefault((composition, shape.num_tokens), shape)
-        earlier = [one for (tasks, _), one in self._least.items() if tasks == composition]
+        least = self._least.setdefault((composition, shape.num_tokens), shape)
+        earlier = [shape_before for (tasks, _), shape_before in self._least.items() if tasks == composition]
         wide = shape._replace(
-            num_targets=max(shape.num_targets, own.num_targets),
-            num_sequences=max(shape.num_sequences, *(one.num_sequences for one in earlier)),
-            longest=max(shape.longest, *(one.longest for one in earlier)),
+            num_targets=max(shape.num_targets, least.num_targets),
+            num_sequences=max(shape.num_sequences, *(shape_before.num_sequences for shape_before in earlier)),
+            longest=max(shape.longest, *(shape_before.longest for shape_before in earlier)),
         )
         self._least[composition, shape.num_tokens] = wide
         return wide
@@ -331,12 +331,12 @@ def _with_tasks(batch: MuxBatch, names: tuple[str, ...]) -> MuxBatch:
     task_offsets, target_offsets, sequence_offsets = [0], [0], [0]
     for name in names:
         after = numbers[name] + 1 if name in numbers else None
-        for found, offsets in (
+        for padded, offsets in (
             (task_offsets, batch.task_offsets),
             (target_offsets, batch.target_offsets),
             (sequence_offsets, batch.sequence_offsets),
         ):
-            found.append(found[-1] if after is None else offsets[after])
+            padded.append(padded[-1] if after is None else offsets[after])
     return replace(
         batch,
         task_names=names,

@@ -116,7 +116,7 @@ class RowItems(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         """Number of tokens of each item, concatenated over batches."""
-        return [tokens for own in self.tokens for tokens in own]
+        return [tokens for batch_tokens in self.tokens for tokens in batch_tokens]
 
 
 def row_items(batches: Sequence[BatchRows], num_replicas: int, least_tokens: int) -> list[RowItems]:
@@ -127,13 +127,13 @@ def row_items(batches: Sequence[BatchRows], num_replicas: int, least_tokens: int
         num_replicas: number of replicas over which pieces of a bundle may be spread.
         least_tokens: the smallest capacity of a pass over all replicas, so that an item of several rows fits anywhere.
     """
-    total = sum(one.num_computed(range(len(one.lengths))) for one in batches)
-    found = []
+    total = sum(batch.num_computed(range(len(batch.lengths))) for batch in batches)
+    ways = []
     for parts in (num_replicas, _SMALLER * num_replicas):
         capacity = min(least_tokens, math.ceil(total / parts))
-        items = [_items_of(one, num_replicas, capacity, least_tokens) for one in batches]
-        found.append(RowItems(tuple(rows for rows, _ in items), tuple(tokens for _, tokens in items)))
-    return list(dict.fromkeys(found))
+        items = [_items_of(batch, num_replicas, capacity, least_tokens) for batch in batches]
+        ways.append(RowItems(tuple(rows for rows, _ in items), tuple(tokens for _, tokens in items)))
+    return list(dict.fromkeys(ways))
 
 
 def _items_of(
@@ -144,19 +144,19 @@ def _items_of(
     if trie is None:
         return tuple((row,) for row in everything), batch.lengths
     rows = tuple(map(tuple, trie.items(everything, capacity)))
-    apart = [batch.num_computed(own) for own in rows]
-    item_of = {row: item for item, own in enumerate(rows) for row in own}
+    apart = [batch.num_computed(item_rows) for item_rows in rows]
+    item_of = {row: item for item, item_rows in enumerate(rows) for row in item_rows}
     tokens = list(apart)
     for bundle in trie.bundles(everything):
         # An item that does not fit into some replicas counts in full, so that it is not dispatched to them.
-        pieces = [one for one in sorted({item_of[row] for row in bundle}) if apart[one] <= least_tokens]
+        pieces = [piece for piece in sorted({item_of[row] for row in bundle}) if apart[piece] <= least_tokens]
         if len(pieces) < 2:
             continue
-        all_apart = sum(apart[one] for one in pieces)
-        together = trie.num_computed([row for one in pieces for row in rows[one]])
+        all_apart = sum(apart[piece] for piece in pieces)
+        together = trie.num_computed([row for piece in pieces for row in rows[piece]])
         counted = together + (all_apart - together) * (min(num_replicas, len(pieces)) - 1) / (len(pieces) - 1)
-        for one in pieces:
-            tokens[one] = max(1, min(apart[one], round(apart[one] * counted / all_apart)))
+        for piece in pieces:
+            tokens[piece] = max(1, min(apart[piece], round(apart[piece] * counted / all_apart)))
     return rows, tuple(tokens)
 
 
@@ -182,21 +182,21 @@ class _Solution(NamedTuple):
 
         The items of a bucket are distributed evenly over tasks, and then by tokens.
         """
-        tasks = np.repeat(np.arange(len(self.items.tokens)), [len(own) for own in self.items.tokens])
+        tasks = np.repeat(np.arange(len(self.items.tokens)), [len(batch_tokens) for batch_tokens in self.items.tokens])
         lengths = np.array(self.items.lengths, dtype=np.int64)
         # The last key of `lexsort` is the primary one; positions make the order total and deterministic.
         order = np.lexsort((np.arange(len(lengths)), -lengths, tasks))
         quotas = [replica for group in self.dispatch.replica_counts for replica in group]
-        places = np.array([place for own in self.members for place in own], dtype=np.int64)
+        places = np.array([place for group in self.members for place in group], dtype=np.int64)
         replicas_of_rows = places[deal_buckets(order, self.bucketing.bucket_of(lengths.tolist()), quotas)]
-        found, item = [np.zeros(0, dtype=np.int64)], 0
+        by_batch, item = [np.zeros(0, dtype=np.int64)], 0
         for items in self.items.rows:
-            own = np.empty(sum(map(len, items)), dtype=np.int64)
+            replica_of_row = np.empty(sum(map(len, items)), dtype=np.int64)
             for rows in items:
-                own[list(rows)] = replicas_of_rows[item]
+                replica_of_row[list(rows)] = replicas_of_rows[item]
                 item += 1
-            found.append(own)
-        return np.concatenate(found)
+            by_batch.append(replica_of_row)
+        return np.concatenate(by_batch)
 
     def replica_s(self, time_model: ReplicaTimeModel, num_replicas: int) -> list[float]:
         """Return the predicted seconds of each replica, in the order of the layout.
@@ -298,7 +298,7 @@ class DispatchedShares(Shares):
     def refusal(self, batch: TaskBatch) -> str | None:
         """Return why no replica can train a batch, identically on every process; `None` if one can."""
         longest = max(self._known_limits().values(), default=math.inf)
-        too_long = next((one for one in batch.sequences if len(one) > longest), None)
+        too_long = next((sequence for sequence in batch.sequences if len(sequence) > longest), None)
         if too_long is None or self.cuts_rows:
             return None
         return (
@@ -337,16 +337,16 @@ class DispatchedShares(Shares):
         self.expected_s, self.solved = (), None
         if not self.looks_ahead:
             lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
-            replicas_of_rows = [np.zeros(len(own), dtype=np.int64) for own in lengths]
+            replicas_of_rows = [np.zeros(len(batch_lengths), dtype=np.int64) for batch_lengths in lengths]
             tries = [batch.trie for batch in batches]
             shares = even_shares(lengths, self.layout.num_replicas, self._slowness(), tries)
             for replica, share in enumerate(shares):
                 self._even_tokens[replica] = 0
-                for own, tokens, rows in zip(replicas_of_rows, lengths, share, strict=True):
-                    own[rows] = replica
+                for replica_of_row, tokens, rows in zip(replicas_of_rows, lengths, share, strict=True):
+                    replica_of_row[rows] = replica
                     self._even_tokens[replica] += sum(tokens[row] for row in rows)
             self._replicas_of_rows = {
-                (batch.task, batch.step): own for batch, own in zip(batches, replicas_of_rows, strict=True)
+                (batch.task, batch.step): replicas for batch, replicas in zip(batches, replicas_of_rows, strict=True)
             }
             return
         self._known_limits()
@@ -356,7 +356,7 @@ class DispatchedShares(Shares):
                 raise ConfigError(f"tasks.{batch.task}: {refusal}")
         key = self._key(_batch_rows(batches))
         replicas_of_rows = [np.zeros(0, dtype=np.int64) for _ in key]
-        if any(one.lengths for one in key):
+        if any(batch.lengths for batch in key):
             solution = None
             if self.processes.is_main:
                 started = time.perf_counter()
@@ -371,7 +371,9 @@ class DispatchedShares(Shares):
                 self.clock.solve_s += solution.dispatch.solve_s
                 self.clock.waited_s += time.perf_counter() - started
             replicas_of_rows, self.expected_s = self._agreed(key, solution)
-        self._replicas_of_rows = {(one.task, one.step): own for one, own in zip(key, replicas_of_rows, strict=True)}
+        self._replicas_of_rows = {
+            (batch.task, batch.step): replicas for batch, replicas in zip(key, replicas_of_rows, strict=True)
+        }
 
     def typical_rows(self, batches: Sequence[BatchRows]) -> list[dict[str, list[int]]] | None:
         """Return the rows of each replica in a step of typical batches, for plans; all processes must call this.
@@ -386,7 +388,7 @@ class DispatchedShares(Shares):
         if not self.looks_ahead:
             return None
         longest = max(self._known_limits().values())
-        most = max((length for one in batches for length in one.lengths), default=0)
+        most = max((length for batch in batches for length in batch.lengths), default=0)
         if not most or (most > longest and not self.cuts_rows):
             return None
         key = self._key(batches)
@@ -395,8 +397,8 @@ class DispatchedShares(Shares):
         replicas_of_rows, _ = self._agreed(key, solution)
         return [
             {
-                one.task: np.flatnonzero(own == replica).tolist()
-                for one, own in zip(batches, replicas_of_rows, strict=True)
+                batch.task: np.flatnonzero(replica_of_row == replica).tolist()
+                for batch, replica_of_row in zip(batches, replicas_of_rows, strict=True)
             }
             for replica in range(self.layout.num_replicas)
         ]
@@ -473,14 +475,14 @@ class DispatchedShares(Shares):
     def _key(self, batches: Sequence[BatchRows]) -> tuple[BatchRows, ...]:
         """Return the properties that a dispatch depends on; a row that will be split counts with the maximum length."""
         longest = max(self._known_limits().values())
-        return tuple(one._replace(lengths=tuple(min(length, longest) for length in one.lengths)) for one in batches)
+        return tuple(rows._replace(lengths=tuple(min(length, longest) for length in rows.lengths)) for rows in batches)
 
     def _groups_by_rate(self) -> tuple[tuple[ReplicaGroup, ...], tuple[tuple[int, ...], ...]]:
         """Return the groups of replicas of one configuration and one rate, and which replicas each has."""
         limits, members = self._known_limits(), {}
         for place, kind in enumerate(zip(self.layout.replicas, self._slowness(), strict=True)):
             members.setdefault(kind, []).append(place)
-        groups = (ReplicaGroup(config, len(own), limits[config], rate) for (config, rate), own in members.items())
+        groups = (ReplicaGroup(config, len(places), limits[config], rate) for (config, rate), places in members.items())
         return tuple(groups), tuple(map(tuple, members.values()))
 
     def _submit(self, key: tuple[BatchRows, ...]) -> Future[_Solution]:
@@ -511,28 +513,29 @@ class DispatchedShares(Shares):
         limits = [group.max_tokens for group in groups]
         ways = row_items(key, self.layout.num_replicas, min(limits))
         interval = interval_tokens(max(max(way.lengths) for way in ways))
-        found = []
+        solutions = []
         for way in ways:
             bucketing = bucket_boundaries(way.lengths, interval=interval, limits=limits)
             spread = dispatch(groups, bucketing, self._times, warm_start=warm_start, **self._options)
-            found.append(_Solution(way, bucketing, spread, groups, members))
-        return min(found, key=lambda one: one.dispatch.makespan_s)
+            solutions.append(_Solution(way, bucketing, spread, groups, members))
+        return min(solutions, key=lambda solution: solution.dispatch.makespan_s)
 
     def _agreed(
         self, key: tuple[BatchRows, ...], solution: _Solution | None
     ) -> tuple[list[np.ndarray], tuple[float, ...]]:
         """Return the replica of each sequence of each batch, and the predicted seconds, as rank 0 has them."""
-        sizes, num_replicas = [len(one.lengths) for one in key], self.layout.num_replicas
+        sizes, num_replicas = [len(batch.lengths) for batch in key], self.layout.num_replicas
         # Rank 0 alone solves: a solver that ends by a time limit finds different answers on different machines. Its
         # answer is exchanged as integers, times in whole microseconds, so that every process has the same bits.
         numbers = [0] * (num_replicas + sum(sizes))
         if solution is not None:
             seconds = solution.replica_s(self._times, num_replicas)
-            numbers = [round(one * _MICROSECONDS) for one in seconds] + solution.replicas_of_rows().tolist()
+            numbers = [round(time_s * _MICROSECONDS) for time_s in seconds] + solution.replicas_of_rows().tolist()
         numbers = self.processes.exchange(numbers)[0]
         agreed = np.array(numbers[num_replicas:], dtype=np.int64)
-        return np.split(agreed, np.cumsum(sizes)[:-1]), tuple(one / _MICROSECONDS for one in numbers[:num_replicas])
+        replica_s = tuple(number / _MICROSECONDS for number in numbers[:num_replicas])
+        return np.split(agreed, np.cumsum(sizes)[:-1]), replica_s
 
 
 def _batch_rows(batches: Sequence[TaskBatch]) -> list[BatchRows]:
-    return [BatchRows(one.task, one.step, tuple(map(len, one.sequences)), one.trie) for one in batches]
+    return [BatchRows(batch.task, batch.step, tuple(map(len, batch.sequences)), batch.trie) for batch in batches]

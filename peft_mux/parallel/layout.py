@@ -212,10 +212,10 @@ def check_layout(
 
 def _sharding_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, *, is_quantized: bool) -> list[Fault]:
     """Return what cannot be combined with sharded frozen weights (FSDP2)."""
-    found = {"cuda_graphs": ("True", args.cuda_graphs is True), "model": ("a quantised backbone", is_quantized)}
+    combined = {"cuda_graphs": ("True", args.cuda_graphs is True), "model": ("a quantised backbone", is_quantized)}
     faults = [
         Fault(f"args.{name}", got, "its default with shard_backbone=True", "Leave one of the two out.")
-        for name, (got, is_fault) in found.items()
+        for name, (got, is_fault) in combined.items()
         if is_fault
     ]
     # The weights of a stage are sharded over replicas, which must all have the same stages.

@@ -67,13 +67,15 @@ class OptimizerShards:
         assert result.norms is not None, "KeeperSync sends the norms of keepers to all"
         outcomes = self.table.update(result.losses, [result.norms[name] for name in result.losses])
         # An optimizer raises on its keeper alone, and all processes must end its task in this step.
-        own = {name: one.error for name, one in outcomes.items() if one.error}
+        errors_here = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
         errors: dict[str, str] = {}
-        if any(count for (count,) in self.processes.exchange([len(own)])):
-            for found in self.processes.gather(own):
-                errors |= found
+        if any(count for (count,) in self.processes.exchange([len(errors_here)])):
+            for errors_of_rank in self.processes.gather(errors_here):
+                errors |= errors_of_rank
         keepers = {name: self.keeper_of(name) for name in outcomes}
-        self.table.count(result, {name: replace(one, error=errors.get(name, "")) for name, one in outcomes.items()})
+        self.table.count(
+            result, {name: replace(outcome, error=errors.get(name, "")) for name, outcome in outcomes.items()}
+        )
         # Also of tasks that have just failed: their keepers have the weights that they go back to.
         with torch.no_grad():
             pending = [
@@ -81,8 +83,8 @@ class OptimizerShards:
                 for name, rank in keepers.items()
                 for page in self.model.registry.slab_of(name).pages
             ]
-        for one in pending:
-            one.wait()
+        for broadcast in pending:
+            broadcast.wait()
 
 
 class KeeperSync(GradientSync):

@@ -85,9 +85,9 @@ class ResolvedTask:
         Args:
             config: the configuration of the backbone.
         """
-        own = self.hyper.router_aux_loss_coef
-        if own is not None:
-            return own
+        coefficient = self.hyper.router_aux_loss_coef
+        if coefficient is not None:
+            return coefficient
         # With smoothed labels TRL leaves it out.
         is_added = self.objective.balances_routers and not self.loss_args.label_smoothing_factor
         return default_coefficient(config) if is_added else 0.0
@@ -177,8 +177,8 @@ class LossMean:
         """Add the loss of one step, and its statistics `[K]` if the loss of the task has some."""
         self.total, self.count = self.total + loss, self.count + 1
         if statistics_K is not None:
-            own = torch.stack([statistics_K.double().nan_to_num(nan=0.0), (~statistics_K.isnan()).double()])
-            self._statistics_2K = own if self._statistics_2K is None else self._statistics_2K + own
+            step_2K = torch.stack([statistics_K.double().nan_to_num(nan=0.0), (~statistics_K.isnan()).double()])
+            self._statistics_2K = step_2K if self._statistics_2K is None else self._statistics_2K + step_2K
 
     def read(self, names: Sequence[str] = ()) -> tuple[float | None, dict[str, float]]:
         """Return the mean loss (`None` if there is none) and the mean of each statistic by name, and reset.
@@ -189,7 +189,7 @@ class LossMean:
         statistics: dict[str, float] = {}
         if self._statistics_2K is not None:
             sums, counts = self._statistics_2K.tolist()
-            statistics = {name: own / num for name, own, num in zip(names, sums, counts, strict=True) if num}
+            statistics = {name: total / num for name, total, num in zip(names, sums, counts, strict=True) if num}
         self.total, self.count, self._statistics_2K = 0.0, 0, None
         return loss, statistics
 
@@ -297,8 +297,8 @@ class ActiveTask:
         """Number of steps between evaluations; 0 for none."""
         if not self.eval_data or self.hyper.eval_steps == 0:
             return 0
-        own = self.hyper.eval_steps
-        return self.steps_per_epoch if own == -1 else steps_of(own, self.num_steps)
+        eval_steps = self.hyper.eval_steps
+        return self.steps_per_epoch if eval_steps == -1 else steps_of(eval_steps, self.num_steps)
 
     @property
     def save_every(self) -> int:
@@ -428,15 +428,16 @@ class TaskTable:
                 name: optimizer.page_updates(task, last_good)
                 for task, (name, (optimizer, last_good)) in enumerate(started.items())
             }
-            verdicts = joint_update([page for own in pages.values() for page in own], verdicts_2N)
-            joined = {name for name, own in pages.items() if own}
+            verdicts = joint_update([page for updates in pages.values() for page in updates], verdicts_2N)
+            joined = {name for name, updates in pages.items() if updates}
         outcomes = {
             name: UpdateOutcome(loss, norm, started[name][0].learning_rate, non_finite_reason(loss, norm) or "")
             for name, loss, norm in zip(losses, *verdicts, strict=True)
         }
-        count_joint_steps([started[name][0] for name, one in outcomes.items() if one.is_stepped and name in joined])
-        for (name, one), norm in zip(outcomes.items(), norms, strict=True):
-            if not one.is_stepped:
+        stepped = [name for name, outcome in outcomes.items() if outcome.is_stepped]
+        count_joint_steps([started[name][0] for name in stepped if name in joined])
+        for (name, outcome), norm in zip(outcomes.items(), norms, strict=True):
+            if not outcome.is_stepped:
                 continue
             optimizer, last_good = started[name]
             error = ""
@@ -454,7 +455,7 @@ class TaskTable:
             except UserCodeError as raised:
                 log_warning(_logger, f'the optimizer of task "{name}" failed', raised.__cause__)
                 error = str(raised)
-            outcomes[name] = replace(one, error=error, rate_failure=optimizer.failure)
+            outcomes[name] = replace(outcome, error=error, rate_failure=optimizer.failure)
         return outcomes
 
     def count(self, result: StepResult, outcomes: Mapping[str, UpdateOutcome]) -> None:
@@ -464,21 +465,22 @@ class TaskTable:
             result: the step.
             outcomes: the outcome of each task's step.
         """
-        for name, one in outcomes.items():
+        for name, outcome in outcomes.items():
             run = self[name]
-            run.last_loss, run.last_gradient_norm, run.last_learning_rate = one.loss, one.norm, one.learning_rate
-            if one.reason:
-                run.quarantine(f"{one.reason} at step {run.step}")
-            elif one.error:
-                run.quarantine(f"the optimizer failed at step {run.step}: {one.error}")
+            run.last_loss, run.last_gradient_norm = outcome.loss, outcome.norm
+            run.last_learning_rate = outcome.learning_rate
+            if outcome.reason:
+                run.quarantine(f"{outcome.reason} at step {run.step}")
+            elif outcome.error:
+                run.quarantine(f"the optimizer failed at step {run.step}: {outcome.error}")
             else:
                 run.step += 1
                 run.num_tokens += result.num_tokens[name]
                 run.loss_mean.add(run.last_loss, result.statistics.get(name))
                 run.train_loss.add(run.last_loss)
                 run.state.global_step, run.state.epoch = run.step, run.epoch
-                if one.rate_failure and run.step < run.num_steps:
-                    run.quarantine(f"{one.rate_failure} at step {run.step}")
+                if outcome.rate_failure and run.step < run.num_steps:
+                    run.quarantine(f"{outcome.rate_failure} at step {run.step}")
         # After the verdicts: if a custom loss has failed, the loss is NaN, and this gives the reason.
         for name, reason in {**result.failures, **result.loss_failures}.items():
             self[name].quarantine(reason)

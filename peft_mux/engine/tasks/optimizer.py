@@ -125,15 +125,15 @@ class TaskOptimizer:
         if self.slab is not None:
             by_kind = [(page.values, page.kind) for page in self.slab.pages]
         else:
-            kinds = {id(own): page.kind for page in (slab.pages if slab else ()) for own in page.parameters}
+            kinds = {id(parameter): page.kind for page in (slab.pages if slab else ()) for parameter in page.parameters}
             by_kind = [(parameter, kinds.get(id(parameter), PAGE_KINDS[0])) for parameter in parameters.values()]
         # As in Trainer, biases and norms do not decay.
         multiplied = hyper.learning_rate * (hyper.loraplus_lr_ratio or 1.0)
         rates = {"lora_embedding": LORAPLUS_EMBEDDING_RATE, "lora_B": multiplied, "lora_B_stays": multiplied}
-        self.kinds = [kind for kind in PAGE_KINDS if any(own == kind for _, own in by_kind)]
+        self.kinds = [kind for kind in PAGE_KINDS if any(kind_of_item == kind for _, kind_of_item in by_kind)]
         groups: list[dict[str, Any]] = [
             {
-                "params": [own for own, of_own in by_kind if of_own == kind],
+                "params": [item for item, kind_of_item in by_kind if kind_of_item == kind],
                 "weight_decay": 0.0 if kind.endswith("stays") else hyper.weight_decay,
                 **({"lr": rates[kind]} if kind in rates else {}),
             }
@@ -351,8 +351,8 @@ def count_joint_steps(optimizers: Sequence[TaskOptimizer]) -> None:
     by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for counter in counters.values():
         by_device[counter.device].append(counter)
-    for own in by_device.values():  # one launch for all counters of a device
-        torch._foreach_add_(own, 1)
+    for device_counters in by_device.values():  # one launch for all counters of a device
+        torch._foreach_add_(device_counters, 1)
     for (optimizer, page), counter in counters.items():
         # A later write by other code changes the version again.
         optimizer._counts[page] = _Count(counter, counter._version, optimizer._counts[page].value + 1)

@@ -202,8 +202,8 @@ def read_held_out(
         # Every evaluation uses all held-out rows, so an evaluation stream is read once and kept.
         where = f"tasks.{resolved.name}.{split}"
         with _naming(where):
-            own = (list(takewhile(lambda _: not reader.is_over, one)) for one in (rows,))
-            reader = ReadAhead(own, where=where, timeout_s=resolved.hyper.data_timeout_s)
+            batches = (list(takewhile(lambda _: not reader.is_over, stream)) for stream in (rows,))
+            reader = ReadAhead(batches, where=where, timeout_s=resolved.hyper.data_timeout_s)
             rows = reader.take()
     data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split=split)
     if data.report.warning:

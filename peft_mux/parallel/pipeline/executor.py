@@ -196,8 +196,8 @@ class PipelineExecutor(Executor):
         if not self._gains or not isinstance(self.sync, CellSync):
             return False
         for name in tasks:
-            own, args = self.model.objectives.of(name), self.model.objectives.args_of(name)
-            if own.name == OWN or args.needs_reference or own.num_batch_values(args):
+            objective, args = self.model.objectives.of(name), self.model.objectives.args_of(name)
+            if objective.name == OWN or args.needs_reference or objective.num_batch_values(args):
                 return False
             if self.model.adapter_of(name) in self.model.router_loss.coefficients:
                 return False
@@ -227,15 +227,15 @@ class PipelineExecutor(Executor):
             template = build_window(plan.template, plan.loads, num_steps, links=plan.links)
             self._windows[num_steps] = template
         slots = {
-            slot: own
+            slot: micro_batches
             for step, work in enumerate(works)
-            for slot, own in self.plan.slots(work.micro_batches, step).items()
+            for slot, micro_batches in self.plan.slots(work.micro_batches, step).items()
         }
         stepping = {}
         for bucket, members in enumerate(self.plan.buckets):
             names = {name for htask in members for name in self.plan.htasks[htask]}
-            if own := [name for name in tasks if name in names]:
-                stepping[bucket] = own
+            if bucket_tasks := [name for name in tasks if name in names]:
+                stepping[bucket] = bucket_tasks
         with self._closing_on_failure():
             require_gradients()
             self.model.prepare_pass(tasks)
@@ -245,8 +245,8 @@ class PipelineExecutor(Executor):
             self.clock.start_step()
             self._execute(template, slots, sums, barriers)
             self._share_sums(sums)
-            found = zip(works, sums, barriers.norms, strict=True)
-            return [StepResult.of(work, own, norms=norms) for work, own, norms in found]
+            ends = zip(works, sums, barriers.norms, strict=True)
+            return [StepResult.of(work, step_sums, norms=norms) for work, step_sums, norms in ends]
 
     # ------------------------------------------------------------------ forward passes
 
@@ -277,12 +277,12 @@ class PipelineExecutor(Executor):
             ProcessError: if another stage fails, dies, or does not answer within the time limit.
         """
         num_missing = self._most(len(micro_batches)) - len(micro_batches)
-        found = [self._through(micro_batch, self.stage.target_losses) for micro_batch in micro_batches]
+        terms = [self._through(micro_batch, self.stage.target_losses) for micro_batch in micro_batches]
         if self.sharded is not None:
             for _ in range(num_missing):
                 for virtual_stage in self.stage.virtual_stages:
                     self.sharded.join_forwards(1, virtual_stage)
-        return found
+        return terms
 
     @torch.no_grad()
     def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
@@ -297,7 +297,7 @@ class PipelineExecutor(Executor):
         """Take a micro-batch through without gradient; return the result of `last` on the last stage."""
         self.model.prepare_pass(micro_batch.task_names)
         template, batch = forwards_only(self.plan.template, 1), micro_batch.to(self.device)
-        found = None
+        result = None
         with self._closing_on_failure():
             traffic = Traffic(self.links, self.stage, template, {Slot(0, 0): [micro_batch]})
             for action in template.actions[self.stage.stage]:
@@ -308,9 +308,9 @@ class PipelineExecutor(Executor):
                         output_TD = self.stage.forward(virtual_stage, batch, hidden_TD).output
                         traffic.put(action, 0, output_TD.to(self.stage.dtype))
                     else:
-                        found = last(batch, hidden_TD)
+                        result = last(batch, hidden_TD)
             self.links.flush()
-        return found
+        return result
 
     def shared(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the last stage, on every stage."""
@@ -474,7 +474,7 @@ class PipelineExecutor(Executor):
         )
         # For the whole group at once: each pass by itself would put modules back that the others still need.
         held = self.stage.only(virtual_stage) if direction == "forward" else None
-        return self.interleaving.run([(one,) for one in passes], act, held=held, stretch=stretch)
+        return self.interleaving.run([(micro_batch,) for micro_batch in passes], act, held=held, stretch=stretch)
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
@@ -493,7 +493,7 @@ class PipelineExecutor(Executor):
         steps = [sums for sums in steps if sums.losses]
         if steps:
             packed = [pack(sums.losses, sums.statistics) for sums in steps]
-            parts = self.shared(torch.cat(packed)).split([len(one) for one in packed])
+            parts = self.shared(torch.cat(packed)).split([len(figures) for figures in packed])
             for sums, figures in zip(steps, parts, strict=True):
                 sums.losses, sums.statistics = unpack(figures, sums.losses, sums.statistics)
 
@@ -512,11 +512,11 @@ class PipelineExecutor(Executor):
             PlanError: if replicas follow different templates; compared once for each plan.
         """
         if template is self.plan.template and not self._compared:
-            found = [digest for (digest,) in self.processes.exchange([crc32(repr(template).encode())])]
-            if len(set(found)) > 1:
+            digests = [digest for (digest,) in self.processes.exchange([crc32(repr(template).encode())])]
+            if len(set(digests)) > 1:
                 raise PlanError(
                     "processes must follow the same template, because replicas gather the weights of a stage "
-                    f"together, got different ones (their digests, by rank: {found}). Start every process with the "
+                    f"together, got different ones (their digests, by rank: {digests}). Start every process with the "
                     "same tasks, rows and arguments."
                 )
             self._compared = True

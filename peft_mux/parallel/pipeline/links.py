@@ -162,12 +162,12 @@ class PipelineLinks:
 
     def __init__(self, pipelines: Sequence[Sequence[int]], num_chunks: int, processes: Processes) -> None:
         """Create the groups of all pipelines: `new_group` is collective over the whole run, and matched by order."""
-        own = [ranks for ranks in pipelines if processes.rank in ranks]
-        if len(own) != 1:
+        own_pipelines = [ranks for ranks in pipelines if processes.rank in ranks]
+        if len(own_pipelines) != 1:
             raise ValueError(
                 f"rank {processes.rank} must be in exactly one pipeline, got {[list(ranks) for ranks in pipelines]}."
             )
-        self._ranks, self._processes = tuple(own[0]), processes
+        self._ranks, self._processes = tuple(own_pipelines[0]), processes
         self.stage = self._ranks.index(processes.rank)
         self._groups: list[Any] = []
         self._whole_pipeline: Any = None

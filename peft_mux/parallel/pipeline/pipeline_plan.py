@@ -48,10 +48,10 @@ class PipelinePlan:
     links: Links = None
 
     def __post_init__(self) -> None:
-        found = {action.bucket for row in self.template.actions for action in row}
-        if found != set(range(len(self.buckets))):
+        buckets = {action.bucket for row in self.template.actions for action in row}
+        if buckets != set(range(len(self.buckets))):
             raise PlanError(
-                f"the template must refer to the plan's buckets, 0 to {len(self.buckets) - 1}, got {sorted(found)}. "
+                f"the template must refer to the plan's buckets, 0 to {len(self.buckets) - 1}, got {sorted(buckets)}. "
                 "Build the template from the loads of these buckets."
             )
         names = [name for htask in self.htasks for name in htask]
@@ -108,12 +108,12 @@ class PipelinePlan:
             Slot(bucket, number, step): [] for bucket, count in counts.items() for number in range(count)
         }
         for bucket, members in enumerate(self.buckets):
-            for own in (passes[htask] for htask in members):
+            for htask_passes in (passes[htask] for htask in members):
                 number = 0
-                for chain in chains_of(own):
+                for chain in chains_of(htask_passes):
                     # By the number of its first pass, for the whole chain: parts of a sequence must not be in
                     # different micro-batches of the template.
-                    slots[Slot(bucket, slot_of(number, len(own), counts[bucket]), step)].extend(chain)
+                    slots[Slot(bucket, slot_of(number, len(htask_passes), counts[bucket]), step)].extend(chain)
                     number += len(chain)
         return slots
 

@@ -244,9 +244,9 @@ class StageModel:
         # Done while the model is still whole.
         for name in model.tasks:
             model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(model.task_parameters(name))
-        own = {index for virtual_stage in self.virtual_stages for index in layout.layers_of(virtual_stage)}
+        layers_here = {index for virtual_stage in self.virtual_stages for index in layout.layers_of(virtual_stage)}
         for index, layer in enumerate(layers):
-            if index not in own:
+            if index not in layers_here:
                 # Replaced, not removed, so that layers keep their numbers, on which names and dropout masks depend.
                 layers[index] = PassThrough(layer)
         dropped = [] if 0 in self.virtual_stages else self._present(self._family.embeddings)
@@ -334,8 +334,8 @@ class StageModel:
 
     def _present(self, names: Sequence[str]) -> list[str]:
         """Return the names of modules that the base model has; some models lack some of them."""
-        found = {name for name, _ in self._base.named_modules()}
-        return [name for name in names if name in found]
+        present = {name for name, _ in self._base.named_modules()}
+        return [name for name in names if name in present]
 
     def _modules_of(self, virtual_stage: int) -> dict[str, nn.Module]:
         """Return the modules of the base model during a pass through a virtual stage, by name.
@@ -343,8 +343,8 @@ class StageModel:
         The list of layers keeps its length, because model code looks up attention types by layer position.
         """
         family, layers = self._family, self._base.get_submodule(self._family.layers)
-        own = self.layout.layers_of(virtual_stage)
-        chosen = [layer if index in own else PassThrough(layer) for index, layer in enumerate(layers)]
+        layers_here = self.layout.layers_of(virtual_stage)
+        chosen = [layer if index in layers_here else PassThrough(layer) for index, layer in enumerate(layers)]
         modules: dict[str, nn.Module] = {}
         if virtual_stage > 0:
             chosen[0] = Entrance(layers[0], self._handover)
@@ -353,7 +353,7 @@ class StageModel:
             if family.positions is not None:
                 modules[family.positions] = NoPositions(self.dtype)
         if virtual_stage < self.layout.last_virtual_stage:
-            chosen[own.stop] = Exit(layers[own.stop], self._handover)
+            chosen[layers_here.stop] = Exit(layers[layers_here.stop], self._handover)
             modules |= {name: PassThrough() for name in self._present(family.after)}
         return {family.layers: nn.ModuleList(chosen), **modules}
 
@@ -418,17 +418,17 @@ def load_stage(
     backbone.tie_weights()  # the weights of tied modules were taken away one by one
     family, prefix, files = family_of(backbone), backbone.base_model_prefix, _files(folder)
     virtual_stages, all_names = layout.virtual_stages_of(stage), list(backbone.named_parameters(remove_duplicate=False))
-    own = [f"{prefix}.{family.layers}.{index}." for number in virtual_stages for index in layout.layers_of(number)]
+    prefixes = [f"{prefix}.{family.layers}.{index}." for number in virtual_stages for index in layout.layers_of(number)]
     if 0 in virtual_stages:
-        own += [f"{prefix}.{name}." for name in family.embeddings]
+        prefixes += [f"{prefix}.{name}." for name in family.embeddings]
     if layout.last_virtual_stage in virtual_stages:
-        own += [f"{prefix}.{name}." for name in family.after]
+        prefixes += [f"{prefix}.{name}." for name in family.after]
         head = backbone.get_output_embeddings()
         # A head that is tied to the embedding is one parameter with two names; files may use either.
-        own += [f"{name.rpartition('.')[0]}." for name, item in all_names if item is head.weight]
+        prefixes += [f"{name.rpartition('.')[0]}." for name, item in all_names if item is head.weight]
     wanted: dict[Path, list[tuple[str, str]]] = {}
     for name, parameter in list(backbone.named_parameters()):
-        if not name.startswith(tuple(own)):
+        if not name.startswith(tuple(prefixes)):
             # Not on the meta device, because PEFT puts adapters on the device of the layer, where they need memory.
             _put(backbone, name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
             continue

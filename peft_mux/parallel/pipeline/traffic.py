@@ -66,13 +66,13 @@ class StepEnds(NamedTuple):
     @classmethod
     def of(cls, row: Sequence[Action]) -> StepEnds:
         """Read the list of a stage."""
-        backwards = {StepEnd(one.bucket, one.step): one for one in row if one.kind == "B"}
+        backwards = {StepEnd(action.bucket, action.step): action for action in row if action.kind == "B"}
         # In reverse, so that the first forward of a step is kept.
-        forwards = {StepEnd(one.bucket, one.step): one for one in reversed(row) if one.kind == "F"}
-        after = {one: end for end, one in backwards.items()}
-        before = {one: StepEnd(end.bucket, end.step - 1) for end, one in forwards.items() if end.step > 0}
+        forwards = {StepEnd(action.bucket, action.step): action for action in reversed(row) if action.kind == "F"}
+        after = {action: end for end, action in backwards.items()}
+        before = {action: StepEnd(end.bucket, end.step - 1) for end, action in forwards.items() if end.step > 0}
         ended = set(before.values())
-        return cls(after, before, [after[one] for one in row if one in after and after[one] not in ended])
+        return cls(after, before, [after[action] for action in row if action in after and after[action] not in ended])
 
 
 class Traffic:

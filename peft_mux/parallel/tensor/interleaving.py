@@ -140,7 +140,7 @@ class Interleaving(ChainRunner):
         if keeps_order:
             return neighbour_groups(tasks, self.width, may_repeat=may_repeat)
         # All tasks of a chain belong to one hTask.
-        buckets = [self._bucket_of.get(self._htask_of.get(own[0], -1), 0) if own else 0 for own in tasks]
+        buckets = [self._bucket_of.get(self._htask_of.get(names[0], -1), 0) if names else 0 for names in tasks]
         return turn_groups(tasks, buckets, self.width, may_repeat=may_repeat)
 
     def run_chains(
@@ -291,10 +291,10 @@ class Turns(Generic[T]):
         for index in range(len(latencies)):
             # Each pass gets unique dispatch numbers and its own store for long sequences: compiled layers look up their
             # rows by dispatch number, and interleaved passes are active at the same time.
-            own = self._state()
+            state = self._state()
             if stream is not None:
-                own |= {"num_passes": stream.num_passes + (index + 1) * _STRIDE, "key_values": KeyValueStore()}
-            self._states.append(own)
+                state |= {"num_passes": stream.num_passes + (index + 1) * _STRIDE, "key_values": KeyValueStore()}
+            self._states.append(state)
         self._depths = [0] * len(latencies)
         self._ready: LaunchQueue[int] = LaunchQueue()
         self._results: dict[int, T] = {}
@@ -317,7 +317,7 @@ class Turns(Generic[T]):
             BaseException: the error of the first pass that failed; the others stop at their next wait.
         """
         assert len(passes) == len(self._latencies), "one latency for each pass"
-        modes, own = _modes_of_caller(), self._state()
+        modes, state_between = _modes_of_caller(), self._state()
         threads = [
             # A copy of the context for each thread, because only one thread can enter a context.
             threading.Thread(
@@ -347,10 +347,10 @@ class Turns(Generic[T]):
             if thread.ident is not None:
                 thread.join()
         if self._stream is not None:
-            vars(self._stream).update(own)
+            vars(self._stream).update(state_between)
             # Even after an error, so that the next pass does not reuse the dispatch numbers of an aborted one.
             before = self._stream.num_passes
-            self._stream.num_passes += sum((one["num_passes"] - before) % _STRIDE for one in self._states)
+            self._stream.num_passes += sum((state["num_passes"] - before) % _STRIDE for state in self._states)
         if self._errors:
             raise self._errors[0]
         return [self._results[index] for index in range(len(passes))]

@@ -69,13 +69,13 @@ class TensorLinks:
 
     def __init__(self, groups: Sequence[Sequence[int]], processes: Processes) -> None:
         """Create the groups in the same order on every process."""
-        own = [group for group in groups if processes.rank in group]
-        if len(own) != 1:
+        own_groups = [group for group in groups if processes.rank in group]
+        if len(own_groups) != 1:
             raise ValueError(
                 f"rank {processes.rank} must be in exactly one of the groups {[list(group) for group in groups]}, "
-                f"got {len(own)}. Take them from ParallelLayout.tensor_groups."
+                f"got {len(own_groups)}. Take them from ParallelLayout.tensor_groups."
             )
-        self.index, self.size = list(own[0]).index(processes.rank), len(own[0])
+        self.index, self.size = list(own_groups[0]).index(processes.rank), len(own_groups[0])
         self.num_bytes = 0
         self._processes = processes
         self._group: Any = None
