@@ -33,6 +33,7 @@ from peft_mux.parallel.fsdp import ShardedBackbone, shard_backbone
 from peft_mux.parallel.layout import check_layout
 from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.parallel.pipeline.links import PipelineLinks
+from peft_mux.parallel.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.parallel.sharding import KeeperSync, OptimizerShards
 from peft_mux.parallel.task_states import gather_state
@@ -123,7 +124,7 @@ class ParallelPart(ModelPart):
         if stage is not None:
             assert plan is not None, "several stages are planned before they are cut"
             shared |= {"interleaving": interleaving, "sharded": self._sharded, "pipelines": layout.pipelines}
-            return PipelineExecutor(stage, plan, processes, **shared)
+            return PipelineExecutor(stage, PipelinePlan.of(plan), processes, **shared)
         if any(replica.pp > 1 for replica in layout.replicas):
             # This process needs none of them, but every process takes part in creating the groups of all pipelines.
             PipelineLinks(layout.pipelines, self._num_chunks, processes)

@@ -97,7 +97,7 @@ class PipelineExecutor(Executor):
     def __init__(
         self,
         stage: StageModel,
-        plan: Plan | PipelinePlan,
+        plan: PipelinePlan,
         processes: Processes,
         *,
         pipelines: Sequence[Sequence[int]] | None = None,
@@ -109,13 +109,12 @@ class PipelineExecutor(Executor):
         super().__init__(stage.model, bf16=bf16, sync=sync)
         self.interleaving, self.sharded = interleaving, sharded
         self.stage, self.processes = stage, processes
-        self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
         self.on_action: Callable[[Action], None] | None = None
         self.spans: tuple[Span, ...] = ()
         self.most_in_flight = 0
         self._flights: dict[tuple[Slot, int], list[Flight]] = {}
         self._most_passes: Mapping[Slot, int] = {}
-        self.follow(plan)
+        self._follow(plan)
         stages, num_chunks = range(stage.layout.num_stages), stage.layout.num_chunks
         self.links = PipelineLinks(pipelines or (stages,), num_chunks, processes)
         if self.links.stage != stage.stage:
@@ -124,26 +123,29 @@ class PipelineExecutor(Executor):
                 f"pipeline, got stage {stage.stage}."
             )
 
-    def follow(self, plan: Plan | PipelinePlan) -> None:
+    def follow(self, plan: Plan) -> None:
         """Follow another plan from the next step on; the template of a plan without running tasks is not followed.
 
         Raises:
             PlanError: if its template is of another pipeline than the model was cut for.
         """
         # Without a task there is no template, yet forward passes still go through the pipeline of the last one.
-        if not isinstance(plan, Plan) or plan.template is not None:
-            self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
-            self._windows: dict[int, PipelineTemplate] = {}
-            self._gains: bool | None = None
-            self._compared = False
-            template, layout = self.plan.template, self.stage.layout
-            if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
-                raise PlanError(
-                    f"the template must have {layout.num_stages} stages of {layout.num_chunks} chunks, for which the "
-                    f"model was cut, got {template.num_stages} of {template.num_chunks}."
-                )
-        if isinstance(plan, Plan) and self.interleaving is not None:
+        if plan.template is not None:
+            self._follow(PipelinePlan.of(plan))
+        if self.interleaving is not None:
             self.interleaving.follow(plan)
+
+    def _follow(self, plan: PipelinePlan) -> None:
+        self.plan = plan
+        self._windows: dict[int, PipelineTemplate] = {}
+        self._gains: bool | None = None
+        self._compared = False
+        template, layout = plan.template, self.stage.layout
+        if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
+            raise PlanError(
+                f"the template must have {layout.num_stages} stages of {layout.num_chunks} chunks, for which the "
+                f"model was cut, got {template.num_stages} of {template.num_chunks}."
+            )
 
     # ------------------------------------------------------------------ steps
 

@@ -157,17 +157,11 @@ class PipelineLinks:
 
     Raises:
         ProcessError: if another process does not join within the time limit.
-        ValueError: if this process is not in exactly one of the pipelines.
     """
 
     def __init__(self, pipelines: Sequence[Sequence[int]], num_chunks: int, processes: Processes) -> None:
         """Create the groups of all pipelines: `new_group` is collective over the whole run, and matched by order."""
-        own_pipelines = [ranks for ranks in pipelines if processes.rank in ranks]
-        if len(own_pipelines) != 1:
-            raise ValueError(
-                f"rank {processes.rank} must be in exactly one pipeline, got {[list(ranks) for ranks in pipelines]}."
-            )
-        self._ranks, self._processes = tuple(own_pipelines[0]), processes
+        self._ranks, self._processes = next(tuple(ranks) for ranks in pipelines if processes.rank in ranks), processes
         self.stage = self._ranks.index(processes.rank)
         self._groups: list[Any] = []
         self._whole_pipeline: Any = None

@@ -64,18 +64,12 @@ class TensorLinks:
 
     Raises:
         ProcessError: if another process does not join within the time limit.
-        ValueError: if this process is in none of the groups, or in several.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], processes: Processes) -> None:
         """Create the groups in the same order on every process."""
-        own_groups = [group for group in groups if processes.rank in group]
-        if len(own_groups) != 1:
-            raise ValueError(
-                f"rank {processes.rank} must be in exactly one of the groups {[list(group) for group in groups]}, "
-                f"got {len(own_groups)}. Take them from ParallelLayout.tensor_groups."
-            )
-        self.index, self.size = list(own_groups[0]).index(processes.rank), len(own_groups[0])
+        ranks = next(list(group) for group in groups if processes.rank in group)
+        self.index, self.size = ranks.index(processes.rank), len(ranks)
         self.num_bytes = 0
         self._processes = processes
         self._group: Any = None
