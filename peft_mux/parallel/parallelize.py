@@ -30,12 +30,12 @@ from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for,
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.parallel.cells import CellSync
 from peft_mux.parallel.fsdp import ShardedBackbone, shard_backbone
+from peft_mux.parallel.keepers import KeeperSync, OptimizerShards
 from peft_mux.parallel.layout import check_layout
 from peft_mux.parallel.pipeline.executor import PipelineExecutor
 from peft_mux.parallel.pipeline.links import PipelineLinks
 from peft_mux.parallel.pipeline.pipeline_plan import PipelinePlan
 from peft_mux.parallel.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
-from peft_mux.parallel.sharding import KeeperSync, OptimizerShards
 from peft_mux.parallel.task_states import gather_state
 from peft_mux.parallel.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.parallel.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
