@@ -40,9 +40,9 @@ def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dic
     tokens: list[int] = []
     run, passes = Executor.run, Executor.run_chain
 
-    def count(self: Executor, work: Any) -> Any:
+    def count(self: Executor, work: Any, *args: Any) -> Any:
         tokens.append(sum(micro_batch.num_tokens for micro_batch in work.micro_batches))
-        return run(self, work)
+        return run(self, work, *args)
 
     def slowly(self: Executor, chain: Any) -> Any:
         num_tokens = sum(micro_batch.num_tokens for micro_batch in chain)
