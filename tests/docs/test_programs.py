@@ -121,7 +121,7 @@ def test_every_event_of_the_code_is_on_the_page_and_every_record_has_the_keys(
     folder, _ = outputs
     table = rows_of("| event | of")
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "peft_mux").rglob("*.py"))
-    written = set(re.findall(r'(?:\.event|_record|\.numbers)\(\s*(?:run, )?"(\w+)"', code))
+    written = set(re.findall(r'(?:\.event|\b_?record|\.numbers)\(\s*(?:task, )?"(\w+)"', code))
     written |= set(re.findall(r'\{"event": "(\w+)"', code))
     assert written == table.keys()
     exact = ("data", "status", "sharing")
