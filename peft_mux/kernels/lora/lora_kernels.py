@@ -12,8 +12,9 @@ Shape letters: T rows of the stream, D features, K features written, R rows of a
 M rows of a block.
 """
 
-# Triton's annotations of scalars are values and not types, and plain values stand for its constexpr.
-# pyright: reportInvalidTypeForm=false, reportArgumentType=false
+# Triton's annotations of scalars are values and not types, plain values stand for its constexpr, and its ranges are
+# iterable in compiled code only.
+# pyright: reportInvalidTypeForm=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
