@@ -97,7 +97,7 @@ def run_within_memory(
         if finishes_sums:
             is_short = any(count for (count,) in processes.exchange([int(shortage is not None)]))
             shortages = processes.gather(shortage) if is_short else []
-            shortage = max((one for one in shortages if one is not None), default=None)
+            shortage = max((facts for facts in shortages if facts is not None), default=None)
         if shortage is None:
             return result, started - began
         tokens, rows, task, task_tokens, reason = shortage
