@@ -108,7 +108,7 @@ class Processes:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._opened: list[Any] = []
         self._is_closed = threading.Event()
-        self._is_aborted = False
+        self._is_aborted = self._is_together = False
         self._cause = ""
 
     @classmethod
@@ -318,6 +318,8 @@ class Processes:
 
     def _sees_failure(self) -> bool:
         """Return whether another process has failed; then also keep the cause, and abort the groups of NCCL."""
+        if self.device.type == "cpu" and not self._is_together:
+            return False  # the others may have done all that they were to do
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
             has_failed = any(self._has_ended(rank) or self._store.check([str(rank)]) for rank in others)
@@ -343,6 +345,7 @@ class Processes:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run what all processes run; the error of one ends the waiting of the others at once."""
+        self._is_together = True
         try:
             yield
         except BaseException as error:
@@ -360,6 +363,8 @@ class Processes:
                 if self.rank == 0:
                     self._wait_for_readers()
             raise
+        finally:
+            self._is_together = False
 
     def _wait_for_readers(self) -> None:
         """Keep the store, which ends with rank 0, until the others have read its notes, but not for long."""
