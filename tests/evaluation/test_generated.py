@@ -9,7 +9,7 @@ import pytest
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 
 from peft_mux import ConfigError, DataError, EarlyStopping, GenerateOptions, MultiTaskPeftModel
-from peft_mux.generation import completions as generated
+from peft_mux.generation import held_out_completions as generated
 from tests.data.test_tokenize import words_tokenizer
 from tests.engine.processes.cases import launch, values
 from tests.evaluation import generation_cases as cases
