@@ -35,6 +35,7 @@ from peft_mux.kernels.lora.tables import (
     SegmentTables,
     Tiles,
     gpu_model,
+    is_hopper,
     signed_seed,
     tiles,
 )
@@ -430,7 +431,8 @@ def _rank_classes(
 
     Narrow and wide ranks share a launch if their programs have equally many warps. In fp32 they do not: a wide program
     needs twice as many, with which the code for both classes spills registers on an A100. Without tensor cores the GPU
-    is slower than the host in all but the shortest passes, so the second launch costs no time there.
+    is slower than the host in all but the shortest passes, so the second launch costs no time there. The weight
+    gradients share one on Hopper only: elsewhere their code spills, or fewer narrow programs fit on a processor.
 
     Args:
         kernel: "shrink", "expand" or "wgrad".
@@ -439,12 +441,14 @@ def _rank_classes(
         with_zero: whether the first launch also writes the rows of segments without an adapter.
         is_short: as for `tiles`.
     """
+    model = gpu_model(x_TD.device)
     narrow, wide = (
-        tiles(kernel, gpu_model(x_TD.device), block_ranks, x_TD.element_size(), is_short=is_short)
+        tiles(kernel, model, block_ranks, x_TD.element_size(), is_short=is_short)
         for block_ranks in (NARROW_RANK, WIDE_BLOCK)
     )
     lowest = 0 if with_zero else 1
-    if ranks.has_narrow and ranks.has_wide and narrow.warps == wide.warps:
+    can_share = narrow.warps == wide.warps and (kernel != "wgrad" or is_hopper(model))
+    if ranks.has_narrow and ranks.has_wide and can_share:
         return [(lowest, MAX_JOINT_RANK, wide, {"NARROW_STAGES": narrow.stages, "WIDE_STAGES": wide.stages})]
     classes = []
     if ranks.has_narrow or (with_zero and not ranks.has_wide):

@@ -91,6 +91,11 @@ _TILES_BY_MODEL: dict[str, dict[str, tuple[Tiles, Tiles]]] = {
 }  # fmt: skip
 
 
+def is_hopper(device_name: str) -> bool:
+    """Return whether a model of GPU, as `gpu_model` returns it, has compute capability 9.0."""
+    return device_name in _TILES_BY_MODEL
+
+
 def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int, *, is_short: bool = False) -> Tiles:
     """Return the launch settings of a kernel.
 
