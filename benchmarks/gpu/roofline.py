@@ -1,6 +1,6 @@
 """The shapes of `benchmarks.gpu`, and how large and how fast what it trains will be: computed, so that it can be cut.
 
-    python -m benchmarks.gpu.roofline       prints predicted speeds, and what fusing more kernels could gain
+    python -m benchmarks.gpu.roofline       prints predicted speeds
 
 What a pass keeps a token and layer was counted from the tensors that autograd saves in Llama-3-8B's shape, on a
 pretended device. Nothing here needs torch.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
-from peft_mux.scheduler.costs.profile import FUSED, STREAMING_PART, Execution, analytic_profile, with_recomputed_inputs
+from peft_mux.scheduler.costs.profile import FUSED, Execution, analytic_profile, with_recomputed_inputs
 
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
 """Dense bf16 rates of the data sheets."""
@@ -191,45 +191,8 @@ def predicted_step_s(
     return float(passes_s.sum()) + cost.outside_s(loads)
 
 
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """A product with adapters' factors that an elementwise kernel could compute of what it has just computed.
-
-    Attributes:
-        name: of the two kernels.
-        saved: hidden or MLP states of a token and layer that are not read again, in elements.
-        moved: what the elementwise kernel reads and writes of a token and layer, in elements.
-    """
-
-    name: str
-    saved: int
-    moved: int
-
-
-def fusions(backbone: Backbone) -> list[Fusion]:
-    """Return fusions that keep the order of sums: the frozen product still adds on top of what adapters expand."""
-    d, i = backbone.hidden_size, backbone.intermediate_size
-    return [
-        Fusion("two RMSNorms, shrink x", saved=2 * d, moved=4 * d),
-        Fusion("SwiGLU forward, shrink h", saved=i, moved=3 * i),
-        Fusion("SwiGLU backward, shrink of gradients", saved=2 * i, moved=5 * i),
-    ]
-
-
-def gained_s(fusion: Fusion, backbone: Backbone, num_tokens: int, streaming_part: float) -> float:
-    """Return the seconds of a step that a fusion saves, its kernel at a part of the bandwidth.
-
-    What is not read again would be read at the rate of adapters' kernels; the elementwise kernel by itself moves its
-    bytes at the rate of a copy.
-    """
-    bytes_per_s = DEVICES["H100-80GB"].memory_bytes_per_s
-    token_s = 2 * fusion.saved / (FUSED.adapter_streaming_part * bytes_per_s)
-    token_s -= 2 * fusion.moved / bytes_per_s * (1 / streaming_part - 1 / STREAMING_PART)
-    return backbone.num_layers * num_tokens * token_s
-
-
 def main() -> None:
-    """Print tokens a second of 8 tasks on Llama-3-8B, and the share of a step that each fusion would save."""
+    """Print tokens a second of 8 tasks on Llama-3-8B."""
     ways: Sequence[tuple[str, Execution, bool]] = (
         ("launched", FUSED, False),
         ("CUDA graph", replace(FUSED, graph_tokens=2**31), False),
@@ -239,18 +202,9 @@ def main() -> None:
     for num_rows in (3, 6, 22):
         num_tokens = 8 * 46 * num_rows
         print(f"{num_tokens:,} tokens in rows of 46, 8 tasks of rank 16, one pass")
-        steps_s = [
-            predicted_step_s(LLAMA_8B, [([46] * num_rows, 16)] * 8, 1, execution, selective=selective)
-            for _, execution, selective in ways
-        ]
-        for (name, _, _), step_s in zip(ways, steps_s, strict=True):
+        for name, execution, selective in ways:
+            step_s = predicted_step_s(LLAMA_8B, [([46] * num_rows, 16)] * 8, 1, execution, selective=selective)
             print(f"  {name}: {num_tokens / step_s:,.0f} tokens/s, {1e3 * step_s:.1f} ms")
-        for fusion in fusions(LLAMA_8B):
-            most, least = (
-                gained_s(fusion, LLAMA_8B, num_tokens, part) / min(steps_s[:2])
-                for part in (STREAMING_PART, FUSED.adapter_streaming_part)
-            )
-            print(f"  {fusion.name}: {least:.2%} at the rate of adapters' kernels, {most:.2%} at that of a copy")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from benchmarks.paths import ROOT
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.workloads import MIXES
 
-HOST = "host"
-"""The mix whose passes only seem to be on a GPU; see `host_passes.py`."""
+HOST = "host", "host-ranks", "host-selective", "host-liger", "host-liger-selective"
+"""The mixes whose passes only seem to be on a GPU; see `host_passes.py`."""
 
 
 class Child:
@@ -66,7 +66,7 @@ class Child:
 
 def compare(before: Path, after: Path, mix: str, *shape: str, num_steps: int, num_warm: int) -> None:
     """Print the times of both checkouts and their ratio, and whether they trained to the same losses."""
-    script = Path(__file__).with_name("host_passes.py" if mix == HOST else "checkout_steps.py")
+    script = Path(__file__).with_name("host_passes.py" if mix in HOST else "checkout_steps.py")
     children = [Child(script, folder, mix, *shape) for folder in (before, after)]
     for child in children:
         child.tell(str(num_steps))
@@ -75,7 +75,7 @@ def compare(before: Path, after: Path, mix: str, *shape: str, num_steps: int, nu
     ratio = statistics.median(pair[1] / pair[0] for pair in rounds)
     seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]
     same = "bit-equal losses" if losses[0] == losses[1] else "DIFFERENT losses"
-    same = f"{losses[0]}, {losses[1]}" if mix == HOST else same
+    same = f"{losses[0]}, {losses[1]}" if mix in HOST else same
     print(f"{mix:<12} before {seconds[0]:.5f} s   after {seconds[1]:.5f} s   after / before {ratio:.3f}   {same}")
 
 
@@ -92,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--shape", choices=SHAPES, help="a published backbone's; by default a Llama of 29.5M parameters"
     )
     parser.add_argument("--layers", type=int, default=4, help="layers of the shape that are taken")
-    parser.add_argument("--mix", nargs="+", choices=(*MIXES, HOST), default=MIXES, help="kinds of workload")
+    parser.add_argument("--mix", nargs="+", choices=(*MIXES, *HOST), default=MIXES, help="kinds of workload")
     options = parser.parse_args(arguments)
     folders = options.before.resolve(), options.after.resolve()
     for mix in options.mix:
-        shape = (options.shape or "", str(options.layers)) if options.shape or mix == HOST else ()
+        shape = (options.shape or "", str(options.layers)) if options.shape or mix in HOST else ()
         compare(*folders, mix, *shape, num_steps=options.steps, num_warm=options.warm)
 
 

@@ -1,6 +1,9 @@
-"""As `checkout_steps.py`, for the mix `host`: the host's time of a pass on the path that CUDA takes, without a GPU.
+"""As `checkout_steps.py`, for the mixes `host`: the host's time of a pass on the path that CUDA takes, without a GPU.
 
-    python -P host_passes.py CHECKOUT ROOT host [SHAPE LAYERS]
+    python -P host_passes.py CHECKOUT ROOT host[-ranks][-liger][-selective] [SHAPE LAYERS]
+
+The plain mix has adapters of rank 16; `-ranks` has ranks 8 and 64 in turn, `-liger` Liger's kernels, and `-selective`
+computes inputs of adapters again in the backward pass.
 
 Below a few thousand tokens a pass it is not the GPU but the host, which launches its work, that sets the speed. Here
 tensors are so small that their arithmetic on a CPU vanishes; Triton's launches take the way that they take on a GPU up
@@ -21,7 +24,7 @@ from typing import Any
 
 def main() -> None:
     """Run a pass for each line that is read."""
-    checkout, _, _, *shape = sys.argv[1:]
+    checkout, _, mix, *shape = sys.argv[1:]
     num_layers = int(shape[1]) if shape else 32
     warnings.simplefilter("ignore")
     sys.path.insert(0, checkout)
@@ -33,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     count = stand_in_for_driver()
     stand_in_for_device()
-    run = pass_of(num_layers)
+    run = pass_of(num_layers, mix.split("-"))
     for _ in range(int(input())):
         input()
         # The processes take turns, and the first milliseconds after a wait are slow: they belong to no contender.
@@ -100,6 +103,7 @@ def stand_in_for_device() -> None:
     """Let layers take the kernels, and attention one call that computes nothing."""
     import torch
 
+    from peft_mux.kernels.lora import launch
     from peft_mux.modeling.adapters.lora import lora_pass
     from peft_mux.modeling.attention import packed
 
@@ -118,26 +122,34 @@ def stand_in_for_device() -> None:
     def attention(q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
         return Attention.apply(q, k, v)
 
+    launch.gpu_model = lambda device: "H100"
     lora_pass.runs_kernels = lambda device: True
     packed.varlen_support = lambda *arguments, **options: None
     packed.varlen_attention = attention
 
 
-def pass_of(num_layers: int) -> Callable[[], None]:
-    """Return forward and backward of eight tasks over a Llama of tiny widths, in bf16 with adapters of rank 16."""
+def pass_of(num_layers: int, words: list[str]) -> Callable[[], None]:
+    """Return forward and backward of eight tasks over a Llama of tiny widths in bf16, by the words of a mix."""
     import torch
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from peft_mux.data.collator import ChunkPackingCollator
+    from peft_mux.modeling.backbone.liger import _patch
+    from peft_mux.modeling.backbone.recompute import recompute_inputs
     from peft_mux.modeling.model import MultiTaskPeftModel
 
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, num_hidden_layers=num_layers, num_key_value_heads=2, pad_token_id=0, **sizes)
     torch.manual_seed(0)
-    configs = {f"t{index}": LoraConfig(r=16, target_modules="all-linear") for index in range(8)}
+    ranks = (8, 64) if "ranks" in words else (16, 16)
+    configs = {f"t{index}": LoraConfig(r=ranks[index % 2], target_modules="all-linear") for index in range(8)}
     backbone = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False).train()
     model = MultiTaskPeftModel(backbone, configs, seeds=dict.fromkeys(configs, 0), verify=False).train()
+    if "liger" in words:
+        _patch(model.backbone, {})
+    if "selective" in words:
+        recompute_inputs(model.backbone)
     batch = ChunkPackingCollator()([{"task": name, "input_ids": [1, 2]} for name in configs])
 
     def run() -> None:

@@ -226,7 +226,7 @@ class MultiplexedBottleneck(MultiplexedForward):
             launches = KernelCall(tables, (), own_pass.segment_tables, own_pass.places)
             p_parts = self.by_segment(_Shrink.apply(y_TK, None if y.requires_grad else own_pass.anchor, launches))
         parts, hidden = [], []
-        # The frozen layer has settled the dtype; autocast would cast each product by itself.
+        # The frozen layer has settled the dtype; autocast would cast each product separately.
         with torch.autocast(y.device.type, enabled=False):
             for (segment, y_NK), p_NC in zip(self.each_task(y_TK), p_parts, strict=True):
                 bottleneck = self.grouped(segment.adapter)

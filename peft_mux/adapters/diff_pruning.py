@@ -442,7 +442,7 @@ class MultiplexedDiff(MultiplexedForward):
             stretch, noise = layer.stretches[segment.adapter], self.noise(segment) if layer.training else None
 
             def with_difference(y_NK: torch.Tensor, x_ND: torch.Tensor, *parts: Any) -> torch.Tensor:
-                # The frozen layer has settled the dtype; autocast would cast each product by itself.
+                # The frozen layer has settled the dtype; autocast would cast each product separately.
                 with torch.autocast(y_NK.device.type, enabled=False):
                     delta_KD = gated_delta(Relaxed(*parts), stretch, noise)
                     return torch.addmm(y_NK, x_ND.to(y_NK.dtype), delta_KD.to(y_NK.dtype).t())

@@ -142,18 +142,16 @@ class Subject:
         norms, mlps = norms_and_gated_mlps(self.model.backbone)
         hidden_size = config_of(self.model).get_text_config().hidden_size
 
-        def rows(width: int) -> torch.Tensor:
-            return torch.randn(1, tokens, width, device=self.device, dtype=self.dtype)
-
-        normed = [(norm, rows(hidden_size)) for norm in norms]
-        states = [(mlp, rows(mlp.gate_proj.out_features), rows(mlp.gate_proj.out_features)) for mlp in mlps]
+        # The same states for all layers, as states of each take gigabytes.
+        widths = {hidden_size, *(mlp.gate_proj.out_features for mlp in mlps)}
+        states = {width: torch.randn(2, 1, tokens, width, device=self.device, dtype=self.dtype) for width in widths}
 
         def run() -> None:
             with torch.no_grad(), self.precision():
-                for norm, x in normed:
-                    norm(x)
-                for mlp, gate, up in states:
-                    gated_product(mlp, gate, up)
+                for norm in norms:
+                    norm(states[hidden_size][0])
+                for mlp in mlps:
+                    gated_product(mlp, *states[mlp.gate_proj.out_features])
 
         return run
 

@@ -478,7 +478,7 @@ EAGER = Execution(elementwise_reads=59)
 | short_row_tokens | 64 | by design (`peft_mux.kernels.attention`, heads of up to 128 channels); not timed |
 | layer_host_s | 2.7 ms | measured: 5.5 ms there, times 0.49 by `benchmarks.training.host_passes` since then |
 | recompute_reads | 11.9 | computed: bytes by operator of two norms and the activated product of Llama-3-8B |
-| recompute_host_s | 0.4 ms | `layer_host_s` times 0.14 by `benchmarks.training.host_passes` with and without it |
+| recompute_host_s | 0.4 ms | `layer_host_s` times 0.14 by `checkouts --mix host host-selective` |
 """
 FUSED = replace(EAGER, elementwise_reads=10, recompute_reads=3.2, recompute_host_s=0.7e-3)
 """The same with Liger's kernels (computed: bytes of its operators in `tests/pretended_cuda`; they take 25 % more of the
